@@ -147,7 +147,8 @@ def make(name: str, grid: Tensor, level: float | None = None) -> Kernel:
             step = int(rest.argmin())
             highest = level * float((s_next / std)[std > 0].min())
             raise ValueError(
-                f"level {level} of kernel {name!r} makes s'^2 - std^2 negative at step {step}; use at most {highest:.4g}"
+                f"level {level} of kernel {name!r} makes s'^2 - std^2 negative at step {step}; "
+                f"use at most {highest:.4g}"
             )
         # rationalised form of sqrt(s'^2 - std^2) - s': no cancellation, and exactly 0 at level 0
         drift = -(std**2) / (rest.clamp(min=0).sqrt() + s_next).clamp(min=torch.finfo(torch.float64).tiny)
