@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,18 +253,27 @@ def evaluate(velocity: Velocity, x: Tensor, t: float | Tensor, member: Tensor, w
     return v
 
 
-def replay(velocity: Velocity, trajectory: Trajectory, chunk: Chunk, reduce: Reduce = "mean") -> tuple[Tensor, Tensor]:
-    """Log-prob of a chunk's noisy members under the model as it is now, ``[m]``, and their velocities ``[m, ...]``.
+class Replay(NamedTuple):
+    """A chunk's noisy members under the model as it is now: ``[m]`` and ``[m, ...]``."""
 
-    Carries gradients. The model sees the very batch that sampled, so for an unchanged model the log-probs equal
-    ``trajectory.log_prob`` bitwise. The velocities are float32.
+    log_prob: Tensor
+    v: Tensor
+    x_t: Tensor
+    x_next: Tensor
+
+
+def replay(velocity: Velocity, trajectory: Trajectory, chunk: Chunk, reduce: Reduce = "mean") -> Replay:
+    """Evaluate a chunk again, with gradients.
+
+    The model sees the very batch that sampled, so for an unchanged model the log-probs equal ``trajectory.log_prob``
+    bitwise. Velocities are float32, states in the storage dtype.
     """
     i, tree = chunk.step, trajectory.layout
-    x_t = trajectory.states[i][chunk.rows]
-    v = evaluate(velocity, x_t, trajectory.kernel.grid[i], chunk.first, f"step {i} of the replay")
-    x_m, v_m = x_t[chunk.local], v[chunk.local]
+    rows = trajectory.states[i][chunk.rows]
+    v = evaluate(velocity, rows, trajectory.kernel.grid[i], chunk.first, f"step {i} of the replay")
+    x_t, v_m = rows[chunk.local], v[chunk.local]
     x_next = trajectory.states[i + 1][tree.index[i + 1][chunk.members]]
-    return trajectory.kernel.log_prob(x_next, x_m, v_m, i, reduce), v_m
+    return Replay(trajectory.kernel.log_prob(x_next, x_t, v_m, i, reduce), v_m, x_t, x_next)
 
 
 def _range(rows: slice) -> Tensor:

@@ -1,1 +1,80 @@
-"""cli"""
+"""The command line: ``stepcredit COMMAND``. Commands load when they are called, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "train a recipe, with live progress; ends with an evaluation and a report",
+    "eval": "evaluate base and trained weights on the same prompts and noise",
+    "sample": "write a PNG grid of images of a base model or a run",
+    "plan": "what a recipe costs, counted before anything runs",
+    "check": "prove on this machine that a recipe can be trained: ratio 1, level 0 = ODE, reward, one update",
+    "recipes": "list, show or copy the bundled recipes",
+    "pretrain": "rebuild the base model of a desk task",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from stepcredit import __version__
+
+        print(f"stepcredit {__version__}")
+        return 0
+    from stepcredit.errors import UserError, nearest
+
+    command, *rest = arguments
+    try:
+        if command not in COMMANDS:
+            raise UserError(f"unknown command {command!r}{nearest(command, COMMANDS)} `stepcredit --help` lists them")
+        module = importlib.import_module(f"stepcredit.cli.{command}_command")
+        return int(module.run(rest))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output has gone (`| head`): not an error, and nothing more can be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if not _is_explained(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _is_explained(error: Exception) -> bool:
+    """Errors of ours whose message is a sentence for the user; a traceback would only hide it."""
+    from stepcredit.rewards.base import RewardError
+    from stepcredit.training.checkpoint import CheckpointError
+    from stepcredit.training.iteration import TrainingError
+
+    return isinstance(error, (RewardError, CheckpointError, TrainingError, FloatingPointError))
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: stepcredit COMMAND [...]",
+            "",
+            "Reinforcement learning on flow-matching image generators, with the credit for a reward assigned to each",
+            "denoising step.",
+            "",
+            *lines,
+            "",
+            "`stepcredit COMMAND --help` explains a command. To begin: stepcredit train compose-stepwise",
+        ]
+    )

@@ -1,0 +1,96 @@
+"""What the commands share: recipes with every key as a flag, and where runs are."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from stepcredit.errors import UserError, nearest
+from stepcredit.training import recipe as recipes
+from stepcredit.training.recipe import Recipe
+
+Args = TypeVar("Args")
+DEFAULT_RECIPE = "compose-stepwise"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed(Generic[Args]):
+    """A command line: the command's own arguments, the recipe, and the recipe keys given as flags."""
+
+    own: Args
+    recipe: Recipe
+    source: str
+    overrides: dict[str, Any]
+
+
+def parse(own: type[Args], command: str, argv: Sequence[str]) -> Args:
+    """The arguments of a command that takes no recipe keys."""
+    return tyro.cli(own, prog=f"stepcredit {command}", args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def parse_with_recipe(own: type[Args], command: str, argv: Sequence[str], base: Recipe | None = None) -> Parsed[Args]:
+    """The arguments of a command whose first word is a recipe and whose flags may set any recipe key.
+
+    ``base`` stands in for the named recipe (a run being resumed). Raises UserError for an unknown recipe or a value
+    that the recipe refuses; tyro itself reports unknown flags and exits with 2.
+    """
+    source = argv[0] if argv and not argv[0].startswith("-") else DEFAULT_RECIPE
+    wants_help = any(word in ("-h", "--help") for word in argv)
+    start = base or (Recipe() if wants_help and source == DEFAULT_RECIPE else resolve(source))
+    shown = start.model_dump()
+    fields = [
+        (key, Annotated[field.annotation, tyro.conf.arg(help=_plain(field.description))], shown[key])
+        for key, field in Recipe.model_fields.items()
+        if key not in {f.name for f in dataclasses.fields(own)}  # type: ignore[arg-type]
+    ]
+    keys = dataclasses.make_dataclass("recipe_keys", fields)
+    both = dataclasses.make_dataclass(
+        "both",
+        [("own", tyro.conf.OmitArgPrefixes[own]), ("keys", tyro.conf.OmitArgPrefixes[keys])],  # type: ignore[valid-type]
+    )
+    result = tyro.cli(both, prog=f"stepcredit {command}", args=list(argv), description=own.__doc__)
+    given = {key: value for key, value in vars(result.keys).items() if value != shown[key]}
+    recipe = recipes.build({**shown, **given}, "the command line") if given else start
+    return Parsed(result.own, recipe, source, given)
+
+
+def resolve(source: str) -> Recipe:
+    """The recipe of a bundled name, a YAML file or a run folder. Raises UserError."""
+    stored = Path(source) / "recipe.yaml"
+    if stored.is_file():
+        return recipes.parse(stored.read_text(encoding="utf-8"), f"run {source!r}")
+    return recipes.load(source)
+
+
+def run_folder(run: str, out: Path) -> Path:
+    """The folder of a run given as a path or as a name under ``out``. Raises UserError if it is not a run."""
+    for candidate in (Path(run), out / run):
+        if (candidate / "recipe.yaml").is_file():
+            return candidate
+    found = sorted(path.parent.name for path in out.glob("*/recipe.yaml"))
+    listed = f" The runs in {str(out)!r} are {', '.join(found[-8:])}" if found else ""
+    raise UserError(f"no run {run!r}{nearest(run, found)}{listed}")
+
+
+def console() -> Console:
+    """Where commands print."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A plain table: first column left, the others right."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for k, column in enumerate(columns):
+        result.add_column(column, justify="left" if k == 0 else "right")
+    return result
+
+
+def _plain(text: str | None) -> str:
+    return (text or "").replace("`", "").replace("\n", " ")

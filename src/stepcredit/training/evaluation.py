@@ -1,0 +1,153 @@
+"""Evaluation: held-out prompts, fixed noise, ODE sampling, intervals clustered by prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepcredit import noise
+from stepcredit.policies.base import Policy
+from stepcredit.rewards.base import Reward, score, to_uint8
+from stepcredit.sampling import sample
+from stepcredit.tasks.base import Prompt
+from stepcredit.training.files import write_text_atomic
+from stepcredit.training.image_stats import image_statistics
+from stepcredit.training.stats import Interval, bootstrap
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One held-out prompt with the number that names its noise: the same in every evaluation."""
+
+    number: int
+    prompt: Prompt
+
+
+def slots(prompts: Sequence[Prompt], every: int = 1) -> list[Slot]:
+    """Numbered slots, or every n-th of them; the same slot always has the same noise."""
+    return [Slot(number, prompt) for number, prompt in enumerate(prompts)][::every]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards of images sampled from fixed slots."""
+
+    slots: tuple[Slot, ...]
+    rewards: Tensor
+    """float32 ``[N]``; NaN for a failed sample."""
+    exact: Tensor | None
+    """bool ``[N]``: wholly right, for rewards that can tell."""
+    images: Tensor
+    """uint8 ``[K, H, W, 3]``: the first K images, for the report."""
+    statistics: dict[str, float]
+
+    @property
+    def reward(self) -> Interval:
+        """Mean reward with its interval."""
+        return bootstrap(self.rewards.double().numpy(), [slot.prompt.text for slot in self.slots])
+
+    @property
+    def exact_rate(self) -> Interval | None:
+        """Share of exactly right images with its interval."""
+        if self.exact is None:
+            return None
+        return bootstrap(self.exact.double().numpy(), [slot.prompt.text for slot in self.slots])
+
+    def per_tag(self) -> dict[str, float]:
+        """Mean reward of every tag."""
+        tags = sorted({slot.prompt.tag for slot in self.slots})
+        member = {tag: torch.tensor([slot.prompt.tag == tag for slot in self.slots]) for tag in tags}
+        return {tag: float(self.rewards[member[tag]].nanmean()) for tag in tags}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        exact = self.exact_rate
+        return {
+            **self.reward.as_dict(),
+            "exact": exact.as_dict() if exact else None,
+            "per_tag": self.per_tag(),
+            "image_statistics": self.statistics,
+            "prompts": len(self.slots),
+        }
+
+    def write(self, path: Path) -> None:
+        """One JSON line per slot: prompt, tag, slot, reward, exact."""
+        lines = []
+        for k, slot in enumerate(self.slots):
+            reward = float(self.rewards[k])
+            entry = {
+                "prompt": slot.prompt.text,
+                "tag": slot.prompt.tag,
+                "slot": slot.number,
+                "reward": None if reward != reward else reward,
+                "exact": None if self.exact is None else bool(self.exact[k]),
+            }
+            lines.append(json.dumps(entry, ensure_ascii=False))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, "\n".join(lines) + "\n")
+
+
+def read(path: Path, on: Sequence[Slot]) -> Evaluation:
+    """An evaluation written before, without its images. Raises ValueError if it was made on other slots."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if [(entry["slot"], entry["prompt"]) for entry in entries] != [(s.number, s.prompt.text) for s in on]:
+        raise ValueError(f"{path} holds an evaluation on other prompts than the recipe asks for")
+    rewards = [float("nan") if entry["reward"] is None else entry["reward"] for entry in entries]
+    exact = [entry["exact"] for entry in entries]
+    return Evaluation(
+        slots=tuple(on),
+        rewards=torch.tensor(rewards),
+        exact=None if None in exact else torch.tensor(exact),
+        images=torch.empty(0, 0, 0, 3, dtype=torch.uint8),
+        statistics={},
+    )
+
+
+def evaluate(
+    policy: Policy,
+    reward: Reward,
+    on: Sequence[Slot],
+    steps: int,
+    micro_batch: int,
+    keep_images: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Sample one image per slot by the ODE in ``steps`` steps and score it.
+
+    Noise depends on the slot's number alone, so evaluations of different weights are paired. ``progress(done, total)``
+    counts images. Raises RewardError as :func:`stepcredit.rewards.base.score` does.
+    """
+    images, rewards, exact = [], [], []
+    for start in range(0, len(on), micro_batch):
+        some = on[start : start + micro_batch]
+        x_1 = torch.stack([noise.normal(policy.latent_shape, "evaluation", slot.number) for slot in some])
+        decoded = sample(policy, [slot.prompt.text for slot in some], noise=x_1, steps=steps).cpu()
+        metadata = [slot.prompt.metadata for slot in some]
+        rewards.append(score(reward, decoded, [slot.prompt.text for slot in some], metadata))
+        if hasattr(reward, "exact"):
+            exact.append(reward.exact(decoded, metadata))
+        images.append(decoded)
+        if progress is not None:
+            progress(min(start + micro_batch, len(on)), len(on))
+    every = torch.cat(images)
+    return Evaluation(
+        slots=tuple(on),
+        rewards=torch.cat(rewards),
+        exact=torch.cat(exact) if exact else None,
+        images=to_uint8(every[:keep_images]),
+        statistics=image_statistics(every),
+    )
+
+
+def paired(before: Evaluation, after: Evaluation) -> Interval:
+    """Improvement of the mean reward on the same prompts and noise. Raises ValueError if the slots differ."""
+    if before.slots != after.slots:
+        raise ValueError("only evaluations of the same slots can be compared")
+    difference = (after.rewards - before.rewards).double().numpy()
+    return bootstrap(difference, [slot.prompt.text for slot in before.slots])

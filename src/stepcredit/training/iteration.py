@@ -1,0 +1,215 @@
+"""One iteration, from prompts to new weights: the corridor read top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepcredit import advantage as advantages
+from stepcredit import credit as credits_
+from stepcredit.rewards.base import RewardError, score
+from stepcredit.rollout import Groups, rollout
+from stepcredit.scoring import clean_estimates
+from stepcredit.tasks import Prompt
+from stepcredit.training.recipe import Recipe
+from stepcredit.training.setup import DENSE, Setup, velocity_of
+from stepcredit.training.state import TrainState, learning_rate
+from stepcredit.training.stats import bootstrap
+from stepcredit.training.update import UpdateStats, accumulate, apply
+
+Progress = Callable[[str, int, int], None]
+"""``progress(phase, done, total)``."""
+
+MAX_SKIPPED = 3
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to do."""
+
+
+def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, Any]:
+    """Make the next iteration and return its line for metrics.jsonl.
+
+    Raises RewardError, FloatingPointError or TrainingError with a sentence that helps; the weights are then as after
+    the last good update.
+    """
+    recipe, policy = parts.recipe, parts.policy
+    iteration = state.iteration + 1
+    clock = Clock()
+
+    with clock("rollout"):
+        prompts, groups = parts.batch(iteration)
+        cond = policy.encode([prompt.text for prompt in prompts])
+        velocity = velocity_of(policy, cond, groups.prompt)
+        trajectory = rollout(
+            velocity,
+            parts.initial_noise(iteration, groups).to(policy.device),
+            parts.kernel,
+            groups.layout,
+            parts.step_noise(iteration, groups),
+            recipe.micro_batch,
+            recipe.log_prob,
+            lambda done: progress("rollout", done, recipe.steps),
+        )
+
+    with clock("scoring"):
+        plan = parts.plan(groups)
+        x_0 = clean_estimates(trajectory, plan, velocity, recipe.micro_batch)
+        images = torch.cat([policy.decode(some).cpu() for some in x_0.split(recipe.micro_batch)])
+        asked = [prompts[p] for p in groups.prompt[plan.member].tolist()]
+        values = score(parts.reward, images, [p.text for p in asked], [p.metadata for p in asked])
+        R = groups.grouped(plan.per_state(values))
+        failed = _failures(recipe, parts.reward.info.name, values, asked)
+        progress("scoring", 1, 1)
+
+    credit = credit_of(recipe, R, groups.trained)
+    advantage = getattr(advantages, recipe.advantage)(credit, groups.trained, global_std=recipe.global_std)
+
+    with clock("update"):
+        reference = velocity_of(policy, cond, groups.prompt, reference=True) if recipe.kl_beta > 0 else None
+        updates: list[UpdateStats] = []
+        for part in _parts(groups, recipe.updates_per_rollout):
+            for group in state.optimiser.param_groups:
+                group["lr"] = learning_rate(recipe, state.updates)
+            stats = accumulate(
+                velocity,
+                reference,
+                trajectory,
+                advantage.flatten(0, 1),
+                part,
+                parts.weights,
+                recipe.micro_batch,
+                clip=recipe.clip,
+                kl_beta=recipe.kl_beta,
+                kl=recipe.kl,
+                normalised_ratio=recipe.ratio == "normalised",
+                reduce=recipe.log_prob,
+                progress=lambda done: progress("update", done, 0),
+            )
+            updates.append(stats)
+            finite = apply(state.optimiser, list(state.parameters.values()), stats, recipe.grad_clip)
+            state.skipped = 0 if finite else state.skipped + 1
+            if state.skipped >= MAX_SKIPPED:
+                raise TrainingError(
+                    f"the gradient was not finite in {MAX_SKIPPED} updates running (iteration {iteration}); "
+                    "lower lr, or resume from the last checkpoint with a wider dtype"
+                )
+            state.updates += 1
+            if finite:
+                state.ema.update()
+
+    state.iteration = iteration
+    state.model_evaluations += parts.cost.model_evaluations
+    state.seconds += sum(clock.seconds.values())
+    degenerate = int(advantages.degenerate(credit, groups.trained).sum())
+    return {
+        "iteration": iteration,
+        **_reward_metrics(R, prompts, groups),
+        **(_credit_metrics(R, groups) if recipe.credit in DENSE else {}),
+        "advantage_abs": _per_step(advantage.abs(), groups.trained),
+        "trained": groups.layout.noisy.any(0).tolist(),
+        "degenerate_groups": degenerate,
+        "groups": groups.count,
+        "failed_samples": failed,
+        "ratio_deviation": updates[0].ratio_deviation,
+        "clip_fraction": _mean_of([u.clip_fraction for u in updates]),
+        "kl": _mean_of([u.kl for u in updates]) if recipe.kl_beta > 0 else None,
+        "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "loss": sum(u.loss for u in updates) / len(updates),
+        "lr": learning_rate(recipe, state.updates - 1),
+        "stale_share": 1 - 1 / len(updates),
+        "seconds": sum(clock.seconds.values()),
+        "phase_seconds": clock.seconds,
+        "model_evaluations": state.model_evaluations,
+    }
+
+
+def credit_of(recipe: Recipe, R: Tensor, trained: Tensor) -> Tensor:
+    """Credit ``[groups, G, T]`` of rewards ``[groups, G, T + 1]`` by the recipe's scheme.
+
+    A member with a failed sample at any trained step has NaN credit at all steps: it leaves its group.
+    """
+    credit = _scheme(recipe, R, trained)
+    failed = (credit.isnan() & trained).any(-1, keepdim=True)
+    return torch.where(failed, torch.nan, credit)
+
+
+def _scheme(recipe: Recipe, R: Tensor, trained: Tensor) -> Tensor:
+    match recipe.credit:
+        case "gain":
+            return credits_.gain(R)
+        case "turning_point":
+            return credits_.turning_point(R, recipe.strict, recipe.balance, trained)
+        case "turning_point_smooth":
+            return credits_.turning_point_smooth(R, recipe.temperature)
+        case "gae":
+            return credits_.gae(R, recipe.lam)
+        case "uniform" | "tempflow":
+            return credits_.uniform(R)
+
+
+class Clock:
+    """Seconds spent in each phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block under the name of its phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _parts(groups: Groups, updates: int) -> list[Tensor]:
+    """Members of each update of a rollout, bool ``[B]``: equal shares of the prompts."""
+    share = (int(groups.prompt.max()) + 1) // updates
+    return [groups.prompt // share == k for k in range(updates)]
+
+
+def _failures(recipe: Recipe, name: str, values: Tensor, asked: list[Prompt]) -> int:
+    """Number of samples without a reward; RewardError if the recipe does not tolerate them, or if all failed."""
+    bad = values.isnan().nonzero().flatten().tolist()
+    if bad and (recipe.on_reward_failure == "fail" or len(bad) == len(values)):
+        raise RewardError(
+            f"reward {name!r} gave NaN for {len(bad)} of {len(values)} samples, first for prompt "
+            f"{asked[bad[0]].text!r}; mend the reward, or set on_reward_failure: drop to leave such samples out of "
+            "their groups"
+        )
+    return len(bad)
+
+
+def _reward_metrics(R: Tensor, prompts: list[Prompt], groups: Groups) -> dict[str, Any]:
+    final = R[..., -1].flatten()
+    return {
+        "reward": bootstrap(final.double().numpy(), groups.prompt.tolist()).as_dict(),
+        "R_mean": [float(r) for r in R.flatten(0, 1).nanmean(0)],
+    }
+
+
+def _credit_metrics(R: Tensor, groups: Groups) -> dict[str, Any]:
+    d = credits_.gain(R)
+    spread = (d - d.nanmean(-2, keepdim=True)).square().nanmean(-2).sqrt().nanmean(0)
+    return {
+        "gain_mean": [float(g) for g in d.flatten(0, 1).nanmean(0)],
+        "gain_spread": [float(s) for s in spread],
+        "turning_share": _per_step(credits_.turning_points(R).double(), groups.trained),
+    }
+
+
+def _per_step(values: Tensor, trained: Tensor) -> list[float]:
+    """Mean over trained members at every step, NaN where none is trained."""
+    flat, mask = values.double().flatten(0, 1), trained.flatten(0, 1)
+    return [float(m) for m in torch.where(mask, flat, 0.0).sum(0) / mask.sum(0)]
+
+
+def _mean_of(steps: list[Tensor]) -> list[float]:
+    return [float(m) for m in torch.stack(steps).mean(0)]

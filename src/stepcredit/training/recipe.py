@@ -1,0 +1,250 @@
+"""Recipes: everything that determines a run, as flat keys of a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stepcredit.errors import UserError, nearest
+
+
+class Recipe(BaseModel):
+    """A training run. Unknown keys are refused; every key is also a flag of ``stepcredit train``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    # What is trained on what
+    task: str = "compose"
+    """Prompts, reward and base model: `compose`."""
+    model: str | None = None
+    """Base model in place of the task's own: a path to a desk model's safetensors."""
+    reward: str | None = None
+    """Reward in place of the task's own, by its registered name."""
+    train_prompts: Path | None = None
+    """File of training prompts in place of the task's own: .txt (one a line) or .jsonl (metadata with a `prompt`)."""
+    heldout_prompts: Path | None = None
+    """File of evaluation prompts in place of the task's own."""
+    seed: int = Field(0, ge=0)
+    """Seed of prompts, noise and windows; the same seed gives the same run."""
+    iterations: int = Field(30, ge=1)
+    """Rollouts to make; each is followed by `updates_per_rollout` optimiser steps."""
+
+    # The batch: three numbers, everything else follows
+    prompts_per_iteration: int = Field(8, ge=1)
+    """Prompts (groups) of one rollout."""
+    group_size: int = Field(16, ge=2)
+    """Members of a group: images of one prompt that are compared with each other."""
+    micro_batch: int = Field(32, ge=1)
+    """Samples that go through the model at once; must divide prompts x group size. Changes memory, not results."""
+
+    # Rollout
+    steps: int = Field(10, ge=2)
+    """Steps of the sampler in training."""
+    kernel: Literal["ddim", "cps", "precise", "flow_sde", "dance"] = "flow_sde"
+    """Transition kernel of the noisy steps."""
+    level: float | None = Field(None, ge=0)
+    """Noise level of the kernel; its usual one by default."""
+    shared_noise: bool = True
+    """All members of a group start from the same noise."""
+    window: tuple[int, int] | None = None
+    """Steps [start, stop) that may take noise and are trained; all others follow the ODE. All steps by default."""
+    window_size: int | None = Field(None, ge=1)
+    """Length of a window drawn anew for each prompt and iteration from within `window`."""
+    branch: bool = False
+    """TempFlow-GRPO: a group for every step of the window, noisy at that step alone."""
+
+    # Scoring and credit
+    estimate: Literal["tweedie", "substeps", "full"] = "substeps"
+    """Clean estimate of intermediate states: free, a few Euler steps, or all remaining steps."""
+    substeps: int = Field(2, ge=1)
+    """Euler steps of the estimate `substeps`."""
+    spacing: Literal["grid", "linear"] = "grid"
+    """Substeps on points of the grid, never more than remain, or always that many, equally spaced in time."""
+    credit: Literal["uniform", "gain", "turning_point", "turning_point_smooth", "gae", "tempflow"] = "gain"
+    """How the reward is divided among the steps."""
+    lam: float = Field(0.5, ge=0, le=1)
+    """Decay of credit `gae`: 0 is `gain`, 1 the long-term reward."""
+    strict: bool = True
+    """Turning points must agree with all that follows."""
+    balance: bool = False
+    """As many positive as negative turning points in each group."""
+    temperature: float = Field(1.0, gt=0)
+    """Softness of `turning_point_smooth`."""
+    advantage: Literal["group", "joint", "per_step", "centred"] = "centred"
+    """How credit is centred and scaled within a group."""
+    global_std: bool = False
+    """Scale by the deviation over all groups of the iteration instead of each group's own."""
+    on_reward_failure: Literal["fail", "drop"] = "fail"
+    """A sample that the reward could not score ends the run, or leaves its group."""
+
+    # Objective
+    clip: float = Field(1e-4, gt=0)
+    """Clip range of the ratio."""
+    ratio: Literal["plain", "normalised"] = "plain"
+    """`normalised` is GRPO-Guard's ratio (flow_sde only)."""
+    log_prob: Literal["mean", "sum"] = "mean"
+    """Reduction of log-probs over the dimensions of a latent."""
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL penalty to the base model."""
+    kl: Literal["gaussian", "flow_grpo", "velocity"] = "gaussian"
+    """Form of the KL penalty."""
+    step_weight: Literal["none", "std", "table"] = "none"
+    """Loss weight of the steps: equal, proportional to the kernel's std, or `step_table`."""
+    step_table: tuple[float, ...] | None = None
+    """Loss weight of each step for `step_weight: table`."""
+    updates_per_rollout: int = Field(1, ge=1)
+    """Optimiser steps per rollout, each on its share of the prompts. All but the first are off-policy."""
+
+    # Optimiser
+    lr: float = Field(3e-4, gt=0)
+    """Learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate to 0 over the run."""
+    warmup: int = Field(0, ge=0)
+    """Optimiser steps over which the learning rate rises to its value."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """Decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest norm of the gradient."""
+    ema: float = Field(0.9, ge=0, lt=1)
+    """Highest decay of the moving average of the weights, which is what is evaluated; 0 turns it off."""
+
+    # Evaluation and checkpoints
+    eval_every: int = Field(10, ge=0)
+    """Iterations between evaluations; 0 evaluates before and after only."""
+    eval_prompts: int = Field(1000, ge=2)
+    """Held-out prompts (with fixed noise) of the evaluation before and after."""
+    eval_prompts_during: int = Field(240, ge=2)
+    """Held-out prompts of evaluations during the run, a subset of the former."""
+    eval_steps: int | None = Field(None, ge=1)
+    """ODE steps of an evaluation; as in training by default."""
+    checkpoint_every: int = Field(10, ge=0)
+    """Iterations between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Checkpoints kept beside the best one."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        total = self.prompts_per_iteration * self.group_size
+        if total % self.micro_batch:
+            divisors = [n for n in range(1, total + 1) if total % n == 0 and n <= self.micro_batch]
+            raise ValueError(
+                f"micro_batch {self.micro_batch} does not divide prompts_per_iteration x group_size = "
+                f"{self.prompts_per_iteration} x {self.group_size} = {total}; the largest that fits is {divisors[-1]}"
+            )
+        if self.prompts_per_iteration % self.updates_per_rollout:
+            raise ValueError(
+                f"updates_per_rollout {self.updates_per_rollout} does not divide prompts_per_iteration "
+                f"{self.prompts_per_iteration}: every update takes an equal share of the prompts"
+            )
+        if self.credit == "tempflow" and not self.branch:
+            raise ValueError("credit 'tempflow' judges single steps, which needs branch: true")
+        if self.branch and self.credit not in ("tempflow", "uniform"):
+            raise ValueError(
+                f"branch: true gives one noisy step a member, so credit is 'tempflow', not {self.credit!r}"
+            )
+        if self.advantage == "group" and self.credit not in ("uniform", "tempflow"):
+            raise ValueError(
+                f"advantage 'group' needs credit that is equal over steps, which {self.credit!r} is not; "
+                "use 'centred', 'joint' or 'per_step'"
+            )
+        if self.ratio == "normalised" and self.kernel != "flow_sde":
+            raise ValueError(f"ratio 'normalised' is defined for kernel 'flow_sde' only, not {self.kernel!r}")
+        if self.step_weight == "table" and (self.step_table is None or len(self.step_table) != self.steps):
+            raise ValueError(f"step_weight 'table' needs a step_table of {self.steps} numbers, not {self.step_table}")
+        if self.eval_prompts_during > self.eval_prompts:
+            raise ValueError(
+                f"eval_prompts_during {self.eval_prompts_during} is more than eval_prompts {self.eval_prompts}, "
+                "of which it is a subset"
+            )
+        return self
+
+
+MAY_CHANGE = frozenset({"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints"})
+"""Keys that a resumed run may change, since they do not alter the iterations already made."""
+
+
+def names() -> list[str]:
+    """Names of the bundled recipes."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
+
+
+def text(name: str) -> str:
+    """The YAML of a bundled recipe, comments and all; UserError names the nearest if there is none."""
+    if name not in names():
+        raise UserError(
+            f"no recipe {name!r}{nearest(name, names())} `stepcredit recipes` lists the bundled ones; "
+            "a recipe of your own is given as the path of its .yaml file"
+        )
+    return _folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe by bundled name or path of a YAML file, with some keys overridden. Raises UserError."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the recipe {name!r}: {error}") from error
+    else:
+        source = text(name)
+    return parse(source, f"recipe {name!r}", overrides)
+
+
+def parse(source: str, where: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe from YAML text; ``where`` names it in messages. Raises UserError."""
+    try:
+        keys = yaml.safe_load(source)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{where} is not valid YAML: {line}") from error
+    keys = {} if keys is None else keys
+    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
+        raise UserError(f"{where} must be a list of `key: value` lines, not {type(keys).__name__}")
+    return build({**keys, **(overrides or {})}, where)
+
+
+def build(keys: Mapping[str, Any], where: str = "the recipe") -> Recipe:
+    """A recipe from its keys; UserError explains every wrong one in a line."""
+    unknown = [key for key in keys if key not in Recipe.model_fields]
+    if unknown:
+        hints = [f"{key!r}{nearest(key, Recipe.model_fields)}" for key in unknown]
+        raise UserError(f"{where} has unknown keys: {', '.join(hints)}")
+    try:
+        return Recipe.model_validate(dict(keys))
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(problem) for problem in error.errors())) from error
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, all keys in order; ``parse(dump(r)) == r``."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def changed(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, each with (old, new)."""
+    return {
+        key: (getattr(old, key), getattr(new, key))
+        for key in Recipe.model_fields
+        if getattr(old, key) != getattr(new, key)
+    }
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    key = ".".join(str(part) for part in problem["loc"])
+    return f"{key} = {problem['input']!r}: {message}" if key else message
+
+
+def _folder() -> Any:
+    return resources.files("stepcredit").joinpath("recipes")

@@ -1,0 +1,164 @@
+"""From a recipe to the parts of a run: everything that can be wrong is found here, before the first hour is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stepcredit import kernels, noise, objective, rewards, rollout, scoring, tasks
+from stepcredit.errors import UserError
+from stepcredit.kernels import Kernel
+from stepcredit.ledger import Ledger, ledger
+from stepcredit.policies.base import Policy, take
+from stepcredit.policies.desk import DeskPolicy
+from stepcredit.rewards.base import Reward
+from stepcredit.rollout import Groups, Velocity
+from stepcredit.tasks import Prompt, files
+from stepcredit.training.evaluation import Slot, slots
+from stepcredit.training.recipe import Recipe
+
+DENSE = frozenset({"gain", "turning_point", "turning_point_smooth", "gae"})
+"""Credit schemes that need the reward of every state; the others need the final image's alone."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a run, built from its recipe and checked against each other."""
+
+    recipe: Recipe
+    policy: Policy
+    reward: Reward
+    kernel: Kernel
+    weights: Tensor
+    """Loss weight of every step, float64 ``[T]``."""
+    train: Sequence[Prompt]
+    heldout: tuple[Slot, ...]
+    """Slots of the evaluation before and after."""
+    heldout_during: tuple[Slot, ...]
+    """The subset used while training."""
+    cost: Ledger
+    """Of one iteration."""
+
+    @property
+    def eval_steps(self) -> int:
+        """ODE steps of an evaluation."""
+        return self.recipe.eval_steps or self.recipe.steps
+
+    def batch(self, iteration: int) -> tuple[list[Prompt], Groups]:
+        """Prompts and groups of an iteration, a pure function of (seed, iteration)."""
+        recipe = self.recipe
+        prompts = tasks.draw(self.train, recipe.prompts_per_iteration, recipe.seed, iteration)
+        return prompts, _groups(recipe, self.kernel, iteration)
+
+    def plan(self, groups: Groups) -> scoring.ScoringPlan:
+        """The clean estimates that the recipe's credit scheme needs."""
+        return _plan(self.recipe, groups, self.kernel)
+
+    def initial_noise(self, iteration: int, groups: Groups) -> Tensor:
+        """x[0] of every root, ``[roots, *latent]``, keyed by (seed, iteration, prompt, member)."""
+        leaders = groups.layout.first[0]
+        members = [0 if self.recipe.shared_noise else int(groups.member[b]) for b in leaders]
+        key = ("initial", self.recipe.seed, iteration)
+        shape = self.policy.latent_shape
+        keyed = zip(groups.prompt[leaders].tolist(), members, strict=True)
+        return torch.stack([noise.normal(shape, *key, prompt, member) for prompt, member in keyed])
+
+    def step_noise(self, iteration: int, groups: Groups) -> rollout.StepNoise:
+        """Noise of a step for some members, keyed by (seed, iteration, prompt, member, step)."""
+        key, shape = ("step", self.recipe.seed, iteration), self.policy.latent_shape
+
+        def draw(step: int, members: Tensor) -> Tensor:
+            names = zip(groups.prompt[members].tolist(), groups.member[members].tolist(), strict=True)
+            return torch.stack([noise.normal(shape, *key, prompt, member, step) for prompt, member in names])
+
+        return draw
+
+
+def velocity_of(policy: Policy, cond: dict[str, Tensor], prompt: Tensor, reference: bool = False) -> Velocity:
+    """The policy's velocity as a function of members, whose prompts are rows of ``cond``."""
+    field = policy.reference_velocity if reference else policy.velocity
+
+    def velocity(x: Tensor, t: Tensor, member: Tensor) -> Tensor:
+        return field(x, t, take(cond, prompt[member].to(policy.device)))
+
+    return velocity
+
+
+def setup(recipe: Recipe) -> Setup:
+    """Build and check everything that a recipe names. Raises UserError with a sentence that helps."""
+    torch_device(recipe.device)
+    try:
+        task = tasks.get(recipe.task)
+        train = files.read(recipe.train_prompts) if recipe.train_prompts else task.train()
+        heldout = files.read(recipe.heldout_prompts) if recipe.heldout_prompts else task.heldout()
+        policy = load_policy(recipe)
+        kernel = kernels.make(recipe.kernel, policy.grid(recipe.steps), recipe.level)
+        groups = _groups(recipe, kernel, 1)
+        trained = groups.layout.noisy.any(0)
+        if recipe.window_size is not None:
+            trained = kernel.trainable
+        weights = objective.step_weights(recipe.step_weight, kernel, trained, recipe.step_table)
+        cost = ledger(groups.layout, _plan(recipe, groups, kernel), recipe.micro_batch)
+        reward = rewards.get(recipe.reward or task.reward)
+        policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    drawn = slots(tasks.draw(heldout, recipe.eval_prompts, "heldout"))
+    return Setup(
+        recipe=recipe,
+        policy=policy,
+        reward=reward,
+        kernel=kernel,
+        weights=weights,
+        train=train,
+        heldout=tuple(drawn),
+        heldout_during=tuple(drawn[: recipe.eval_prompts_during]),
+        cost=cost,
+    )
+
+
+def load_policy(recipe: Recipe) -> DeskPolicy:
+    """The base model that a recipe starts from. Raises ValueError or OSError if it cannot be loaded."""
+    task = tasks.get(recipe.task)
+    return DeskPolicy.load(Path(recipe.model)) if recipe.model else DeskPolicy.pretrained(task.model)
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of a recipe; UserError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name!r} is unknown; use 'cpu', 'cuda' or 'auto'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device 'cuda' was asked for, but torch finds no CUDA GPU; use device 'cpu' or 'auto'")
+    return device
+
+
+def _groups(recipe: Recipe, kernel: Kernel, iteration: int) -> Groups:
+    start, stop = recipe.window or (0, recipe.steps)
+    windows = [(start, stop)] * recipe.prompts_per_iteration
+    if recipe.window_size is not None:
+        first = _window_starts(start, stop, recipe.window_size, kernel)
+        draws = [noise.generator("window", recipe.seed, iteration, p) for p in range(recipe.prompts_per_iteration)]
+        starts = [first[int(torch.randint(len(first), (), generator=generator))] for generator in draws]
+        windows = [(w0, w0 + recipe.window_size) for w0 in starts]
+    return rollout.groups(windows, recipe.group_size, kernel.trainable, recipe.shared_noise, recipe.branch)
+
+
+def _window_starts(start: int, stop: int, size: int, kernel: Kernel) -> list[int]:
+    """Where a window of this size may start: within [start, stop), with at least one trainable step in it."""
+    starts = [w0 for w0 in range(start, stop - size + 1) if bool(kernel.trainable[w0 : w0 + size].any())]
+    if not starts:
+        raise ValueError(f"no window of window_size {size} in [{start}, {stop}) holds a trainable step")
+    return starts
+
+
+def _plan(recipe: Recipe, groups: Groups, kernel: Kernel) -> scoring.ScoringPlan:
+    states = None if recipe.credit in DENSE else ()
+    return scoring.plan(groups.layout, kernel.grid, recipe.estimate, recipe.substeps, recipe.spacing, states)

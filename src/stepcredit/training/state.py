@@ -1,0 +1,116 @@
+"""What changes during a run, and how it is saved and restored exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepcredit.policies.base import Policy
+from stepcredit.training.checkpoint import Checkpoint, CheckpointError
+from stepcredit.training.ema import EMA
+from stepcredit.training.recipe import Recipe
+
+
+@dataclass
+class TrainState:
+    """Weights, optimiser, average and counters of a run. Noise and prompts need no state: they are keyed."""
+
+    parameters: dict[str, nn.Parameter]
+    optimiser: torch.optim.AdamW
+    ema: EMA
+    iteration: int = 0
+    """Iterations done."""
+    updates: int = 0
+    """Optimiser steps done."""
+    skipped: int = 0
+    """Consecutive updates skipped because their gradient was not finite."""
+    model_evaluations: int = 0
+    seconds: float = 0.0
+    best: tuple[float, int] = (-math.inf, 0)
+    """Best held-out reward during the run, and its iteration."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
+        moments = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimiser.state[parameter].items():
+                moments[f"{name}/{key}"] = value
+        weights = {name: p.detach() for name, p in self.parameters.items()}
+        return {"weights": weights, "ema": self.ema.shadow, "optimizer": moments}
+
+    def counters(self) -> dict[str, Any]:
+        """Everything a checkpoint holds as JSON."""
+        return {
+            "iteration": self.iteration,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "ema_updates": self.ema.updates,
+            "model_evaluations": self.model_evaluations,
+            "seconds": self.seconds,
+            "best": None if self.best[1] == 0 else list(self.best),
+        }
+
+    @torch.no_grad()
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take everything from a checkpoint, or raise CheckpointError and take nothing."""
+        weights = _matching(checkpoint, "weights", self.parameters)
+        shadow = _matching(checkpoint, "ema", self.ema.shadow)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, value in checkpoint.tensors.get("optimizer", {}).items():
+            name, _, kind = key.rpartition("/")
+            if name not in self.parameters:
+                raise CheckpointError(f"{checkpoint.path}: optimizer state of an unknown parameter {name!r}")
+            moments.setdefault(name, {})[kind] = value.clone()
+        if moments and set(moments) != set(self.parameters):
+            missing = sorted(set(self.parameters) - set(moments))
+            raise CheckpointError(f"{checkpoint.path}: no optimizer state for parameter {missing[0]!r}")
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
+        for name, state in moments.items():
+            self.optimiser.state[self.parameters[name]] = state
+        counters = checkpoint.state
+        self.ema.load(shadow, counters["ema_updates"])
+        self.iteration, self.updates, self.skipped = checkpoint.iteration, counters["updates"], counters["skipped"]
+        self.model_evaluations, self.seconds = counters["model_evaluations"], counters["seconds"]
+        self.best = (-math.inf, 0) if counters["best"] is None else (counters["best"][0], counters["best"][1])
+
+
+def fresh(policy: Policy, recipe: Recipe) -> TrainState:
+    """The state of a run before its first iteration."""
+    parameters = dict(policy.named_parameters())
+    optimiser = torch.optim.AdamW(
+        parameters.values(), lr=recipe.lr, betas=recipe.adam_betas, weight_decay=recipe.weight_decay
+    )
+    return TrainState(parameters, optimiser, EMA(parameters, recipe.ema))
+
+
+def learning_rate(recipe: Recipe, update: int) -> float:
+    """Learning rate of an optimiser step, counted from 0: a linear warm-up, then the recipe's decay towards 0."""
+    total = recipe.iterations * recipe.updates_per_rollout
+    rate = recipe.lr * min(1.0, (update + 1) / (recipe.warmup + 1))
+    done = min(1.0, update / total)
+    if recipe.lr_schedule == "linear":
+        return rate * (1 - done)
+    if recipe.lr_schedule == "cosine":
+        return rate * 0.5 * (1 + math.cos(math.pi * done))
+    return rate
+
+
+def _matching(checkpoint: Checkpoint, group: str, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    found = checkpoint.tensors.get(group, {})
+    if set(found) != set(like):
+        odd = sorted(set(found) ^ set(like))
+        raise CheckpointError(f"{checkpoint.path}: {group} do not fit this model; they differ in {odd[:3]}")
+    for name, tensor in like.items():
+        if found[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {group} {name!r} has shape {tuple(found[name].shape)}, "
+                f"the model's is {tuple(tensor.shape)}"
+            )
+    return found

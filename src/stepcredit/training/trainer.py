@@ -1,0 +1,322 @@
+"""A run from beginning to end: evaluate, iterate, evaluate again, and keep everything that a person may ask for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepcredit.errors import UserError
+from stepcredit.reports import run as report
+from stepcredit.rewards.base import RewardError
+from stepcredit.training import checkpoint, pictures
+from stepcredit.training import recipe as recipes
+from stepcredit.training.evaluation import Evaluation, Slot, evaluate, paired, read
+from stepcredit.training.files import append_line, truncate_lines_after, write_text_atomic
+from stepcredit.training.iteration import Clock, iterate
+from stepcredit.training.recipe import Recipe
+from stepcredit.training.setup import Setup, setup
+from stepcredit.training.state import TrainState, fresh
+from stepcredit.training.telemetry import Display, memory_mb
+
+REPORT_IMAGES = 24
+"""Images kept of the evaluation before and after, for the report."""
+
+
+@dataclass
+class Stop:
+    """Why a run should end after the iteration in hand."""
+
+    reason: str | None = None
+    signal: int | None = None
+
+
+@dataclass
+class Run:
+    """A run in progress: its parts, its state, its folder, and who is told."""
+
+    folder: Path
+    parts: Setup
+    state: TrainState
+    display: Display
+    before: Evaluation | None = None
+    stop: Stop = field(default_factory=Stop)
+
+    @property
+    def metrics(self) -> Path:
+        """The log, one JSON line per iteration."""
+        return self.folder / "metrics.jsonl"
+
+
+def train(
+    recipe: Recipe, folder: Path, display: Display, resume: bool = False, origin: str | None = None
+) -> dict[str, Any]:
+    """Train a recipe into a run folder and return its summary.
+
+    A new run needs a folder that does not exist; ``resume`` continues one from its newest good checkpoint and gives the
+    weights that an uninterrupted run would have given, bit by bit. Ctrl-C and SIGTERM end the run after the iteration
+    in hand, saved. ``origin`` is kept as ``origin.json``: how the recipe came about. Raises UserError before anything is written if the recipe cannot be run.
+    """
+    if resume:
+        recipe = _resumed_recipe(recipe, folder)
+    elif folder.exists():
+        raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
+    parts = setup(recipe)
+    state = fresh(parts.policy, recipe)
+    run = Run(folder, parts, state, display)
+    if resume:
+        _restore(run)
+    else:
+        folder.mkdir(parents=True)
+        write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
+        if origin is not None:
+            write_text_atomic(folder / "origin.json", origin)
+        write_text_atomic(folder / "ledger.json", _json({**vars(parts.cost), **parts.cost.per_trajectory()}))
+        checkpoint.rehearse_write(folder / "checkpoints", state.tensors(), state.counters())
+
+    display.start(recipe.iterations, state.iteration, header(parts))
+    try:
+        with _signals(run):
+            _before(run)
+            while state.iteration < recipe.iterations and run.stop.reason is None:
+                line = iterate(parts, state, display.phase)
+                done = state.iteration == recipe.iterations or run.stop.reason is not None
+                line["memory_mb"] = memory_mb()
+                line["evaluation"] = _during(run) if _due(recipe.eval_every, state.iteration) and not done else None
+                append_line(run.metrics, _json(line))
+                display.iteration(line)
+                if done or _due(recipe.checkpoint_every, state.iteration) or line["evaluation"]:
+                    _save(run)
+            return _finish(run)
+    finally:
+        display.stop()
+
+
+def header(parts: Setup) -> list[str]:
+    """What a run is about to do, in a few lines: the batch algebra and its cost."""
+    recipe, cost = parts.recipe, parts.cost
+    total = recipe.prompts_per_iteration * recipe.group_size
+    per_update = cost.trajectories // recipe.updates_per_rollout
+    per = cost.per_trajectory()
+    steps = parts.weights.nonzero().flatten().tolist()
+    return [
+        f"{recipe.task}: credit {recipe.credit}, advantage {recipe.advantage}, kernel {recipe.kernel} "
+        f"(level {parts.kernel.level:g}), lr {recipe.lr:g}",
+        f"batch: {recipe.prompts_per_iteration} prompts x {recipe.group_size} members"
+        + (f" x {cost.trajectories // total} branches" if recipe.branch else "")
+        + f" = {cost.trajectories} trajectories, {per_update} per update, {recipe.micro_batch} at a time",
+        f"each iteration: {cost.model_evaluations} model evaluations ({per['model_evaluations_per_trajectory']:.1f} a "
+        f"trajectory), {cost.decodes} decodes and rewards, {cost.trained_evaluations} trained; steps {_spans(steps)}",
+    ]
+
+
+def _before(run: Run) -> None:
+    """Evaluate the base model, or take that evaluation from the run being resumed."""
+    path = run.folder / "evaluations" / "iteration-000000.jsonl"
+    if run.state.iteration > 0 or (path.exists() and run.metrics.exists()):
+        run.before = read(path, run.parts.heldout)
+        return
+    clock = Clock()
+    with clock("evaluation"):
+        run.before = _evaluate(run, run.parts.heldout)
+    rewards = run.before.rewards
+    if bool((rewards == rewards[0]).all()):
+        raise RewardError(
+            f"reward {run.parts.reward.info.name!r} gave {float(rewards[0]):g} to every one of {len(rewards)} images "
+            "of the base model: a constant teaches nothing; check the reward with `stepcredit check`"
+        )
+    run.before.write(path)
+    pictures.save_grid(run.folder / "samples" / "before.png", run.before.images)
+    line = {"iteration": 0, "evaluation": run.before.as_dict(), "seconds": clock.seconds["evaluation"]}
+    append_line(run.metrics, _json(line))
+    run.display.iteration(line)
+
+
+def _during(run: Run) -> dict[str, Any]:
+    """Evaluate the averaged weights on the smaller set, and remember the best."""
+    result = _evaluate(run, run.parts.heldout_during)
+    result.write(run.folder / "evaluations" / f"iteration-{run.state.iteration:06d}.jsonl")
+    mean = result.reward.mean
+    if mean > run.state.best[0]:
+        run.state.best = (mean, run.state.iteration)
+    return result.as_dict()
+
+
+def _evaluate(run: Run, slots: tuple[Slot, ...]) -> Evaluation:
+    recipe = run.parts.recipe
+    with run.state.ema.applied():
+        return evaluate(
+            run.parts.policy,
+            run.parts.reward,
+            slots,
+            run.parts.eval_steps,
+            recipe.micro_batch,
+            keep_images=REPORT_IMAGES,
+            progress=lambda done, total: run.display.phase("evaluation", done, total),
+        )
+
+
+def _finish(run: Run) -> dict[str, Any]:
+    """The evaluation after, the summary and the report; an interrupted run gets them as far as it came."""
+    state, recipe = run.state, run.parts.recipe
+    complete = run.stop.signal is None
+    before = run.before
+    assert before is not None
+    after = _evaluate(run, run.parts.heldout) if complete else None
+    summary: dict[str, Any] = {
+        "name": run.folder.name,
+        "task": recipe.task,
+        "reward": run.parts.reward.info.name,
+        "reward_before": before.reward.as_dict(),
+        "reward_after": after.reward.as_dict() if after else None,
+        "improvement": paired(before, after).as_dict() if after else None,
+        "exact_before": _interval(before.exact_rate),
+        "exact_after": _interval(after.exact_rate) if after else None,
+        "per_tag": _per_tag(before, after),
+        "iterations": state.iteration,
+        "updates": state.updates,
+        "seconds": state.seconds,
+        "model_evaluations": state.model_evaluations,
+        "best_iteration": state.best[1] or None,
+        "stopped": run.stop.reason,
+        "signal": run.stop.signal,
+        "memory_mb": memory_mb(),
+        "machine": machine(),
+    }
+    if after:
+        after.write(run.folder / "evaluations" / "after.jsonl")
+        pictures.save_grid(run.folder / "samples" / "after.png", after.images)
+        pictures.save_index(run.folder / "samples" / "samples.json", before, after, REPORT_IMAGES)
+    write_text_atomic(run.folder / "summary.json", _json(summary, indent=2))
+    try:
+        report.write(run.folder)
+    except Exception as error:  # a report must never cost a run
+        run.display.message(f"the report could not be written ({type(error).__name__}: {error}); all data is saved")
+    return summary
+
+
+def _save(run: Run) -> None:
+    state, best = run.state, run.state.best[1] or None
+    folder = run.folder / "checkpoints"
+    checkpoint.save(
+        folder, state.iteration, state.tensors(), state.counters(), keep=run.parts.recipe.keep_checkpoints, best=best
+    )
+
+
+def _restore(run: Run) -> None:
+    try:
+        saved = checkpoint.load(run.folder / "checkpoints", warn=run.display.message)
+    except checkpoint.CheckpointError as error:
+        if (run.folder / "checkpoints").exists() and any((run.folder / "checkpoints").glob("step-*")):
+            raise UserError(str(error)) from error
+        run.display.message("no checkpoint was written yet; starting from the beginning")
+        truncate_lines_after(run.metrics, lambda line: False)
+        return
+    run.state.restore(saved)
+    truncate_lines_after(run.metrics, lambda line: line.get("iteration", -1) <= saved.iteration)
+
+
+def _resumed_recipe(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe of the run being resumed, with those keys changed that may change. Raises UserError otherwise."""
+    old = stored_recipe(folder)
+    differing = recipes.changed(old, recipe)
+    frozen = set(differing) - recipes.MAY_CHANGE
+    if recipe.lr_schedule != "constant" and "iterations" in differing:
+        frozen.add("iterations")
+    if frozen:
+        keys = ", ".join(f"{key} (was {differing[key][0]!r}, now {differing[key][1]!r})" for key in sorted(frozen))
+        raise UserError(f"the run {str(folder)!r} was made with other settings: {keys}; resume it without these flags")
+    if differing:
+        write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
+    return recipe
+
+
+def stored_recipe(folder: Path) -> Recipe:
+    """The recipe of an existing run; UserError if there is none."""
+    path = folder / "recipe.yaml"
+    if not path.is_file():
+        raise UserError(f"{str(folder)!r} is not a run: it has no recipe.yaml; give the folder that `train` wrote")
+    return recipes.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after the iteration in hand; a second Ctrl-C ends it at once."""
+
+    def handle(number: int, frame: object) -> None:
+        if run.stop.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        run.stop.signal = number
+        run.stop.reason = "interrupted" if number == signal.SIGINT else "terminated"
+        run.display.message(f"{run.stop.reason}: ending after this iteration, which is saved (Ctrl-C again: at once)")
+
+    old: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old[number] = signal.signal(number, handle)
+    except ValueError:  # not in the main thread: signals belong to the caller
+        pass
+    try:
+        yield
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
+def machine() -> dict[str, Any]:
+    """Where a run was made, for its summary."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _due(every: int, iteration: int) -> bool:
+    return every > 0 and iteration % every == 0
+
+
+def _interval(value: Any) -> dict[str, float] | None:
+    return None if value is None else value.as_dict()
+
+
+def _per_tag(before: Evaluation, after: Evaluation | None) -> dict[str, dict[str, float | None]]:
+    later: Mapping[str, float] = after.per_tag() if after else {}
+    return {tag: {"before": mean, "after": later.get(tag)} for tag, mean in before.per_tag().items()}
+
+
+def _spans(steps: list[int]) -> str:
+    """``0-7, 9`` for [0, .., 7, 9]."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON cannot hold become null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

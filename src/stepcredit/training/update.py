@@ -1,0 +1,109 @@
+"""One optimiser step's gradient: replay the trained steps chunk by chunk and accumulate the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stepcredit import objective
+from stepcredit.kernels import KL, Reduce
+from stepcredit.rollout import Chunk, Replay, Trajectory, Velocity, chunks, replay
+
+
+@dataclass
+class UpdateStats:
+    """What one optimiser step was made of; per-step tensors ``[T]`` are NaN where nothing was trained."""
+
+    loss: float
+    ratio_deviation: float
+    """Largest |ratio - 1|; exactly 0 at the first update of a rollout."""
+    clip_fraction: Tensor
+    kl: Tensor
+    grad_norm: float = field(default=float("nan"))
+
+
+def accumulate(
+    velocity: Velocity,
+    reference: Velocity | None,
+    trajectory: Trajectory,
+    advantage: Tensor,
+    part: Tensor,
+    weights: Tensor,
+    micro_batch: int,
+    clip: float,
+    kl_beta: float = 0.0,
+    kl: KL = "gaussian",
+    normalised_ratio: bool = False,
+    reduce: Reduce = "mean",
+    progress: Callable[[int], None] | None = None,
+) -> UpdateStats:
+    """Add to the parameters' gradients that of ``mean(weight surrogate) + kl_beta mean(KL)``.
+
+    The mean is over the noisy (member, step) pairs of the members in ``part`` (bool ``[B]``), whatever the micro-batch.
+    ``advantage`` ``[B, T]``; ``weights`` float ``[T]``; ``reference`` is needed when ``kl_beta`` > 0. Chunks without a
+    trained member are skipped. ``progress`` is called with the number of chunks done.
+    """
+    tree = trajectory.layout
+    trained = tree.noisy & part[:, None]
+    total = int(trained.sum())
+    pairs = trained.sum(0).double()
+    clip_count, kl_sum = torch.zeros(tree.steps).double(), torch.zeros(tree.steps).double()
+    loss_sum, deviation, done = 0.0, 0.0, 0
+    for i in range(tree.steps):
+        for chunk in chunks(tree, i, micro_batch):
+            keep = part[chunk.members]
+            if not bool(keep.any()):
+                continue
+            new = replay(velocity, trajectory, chunk, reduce)
+            members = chunk.members[keep]
+            log_ratio = _log_ratio(new, trajectory, chunk, normalised_ratio)[keep.to(new.log_prob.device)]
+            adv = advantage[members, i].to(log_ratio)
+            terms = objective.surrogate_terms(log_ratio, adv, clip) * float(weights[i])
+            if kl_beta > 0 and reference is not None:
+                penalty = _penalty(reference, trajectory, chunk, new, kl)[keep.to(new.v.device)]
+                terms = terms + kl_beta * penalty
+                kl_sum[i] += float(penalty.detach().sum())
+            loss = terms.sum() / total
+            loss.backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                loss_sum += float(loss)
+                deviation = max(deviation, float((log_ratio.exp() - 1).abs().max()))
+                clip_count[i] += float(objective.clipped(log_ratio, adv, clip).sum())
+            done += 1
+            if progress is not None:
+                progress(done)
+    return UpdateStats(loss_sum, deviation, clip_count / pairs, kl_sum / pairs)
+
+
+def _log_ratio(new: Replay, trajectory: Trajectory, chunk: Chunk, normalised: bool) -> Tensor:
+    i, kernel = chunk.step, trajectory.kernel
+    if not normalised:
+        return new.log_prob - trajectory.log_prob[chunk.members, i].to(new.log_prob)
+    v_old = trajectory.velocities[i][chunk.rows][chunk.local]
+    mean, mean_old = kernel.mean(new.x_t, new.v, i), kernel.mean(new.x_t, v_old, i)
+    return objective.ratio_norm(new.x_next, mean, mean_old, kernel, i)
+
+
+def _penalty(reference: Velocity, trajectory: Trajectory, chunk: Chunk, new: Replay, kl: KL) -> Tensor:
+    i = chunk.step
+    rows = trajectory.states[i][chunk.rows]
+    with torch.no_grad():
+        t = trajectory.kernel.grid[i].to(rows.device, torch.float32).expand(len(rows))
+        v_ref = reference(rows, t, chunk.first)[chunk.local]
+    return trajectory.kernel.kl(new.v, v_ref, i, kl)
+
+
+def apply(
+    optimiser: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], stats: UpdateStats, grad_clip: float
+) -> bool:
+    """Clip the gradient and step; False, leaving the weights alone, if the gradient is not finite. Clears gradients."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
+    stats.grad_norm = float(norm)
+    finite = bool(torch.isfinite(norm))
+    if finite:
+        optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    return finite
