@@ -102,6 +102,15 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     return rate
 
 
+@torch.no_grad()
+def load_weights(policy: Policy, checkpoint: Checkpoint, group: str = "ema") -> None:
+    """Give a policy the weights of a checkpoint: ``ema`` (those evaluated) or ``weights``. Raises CheckpointError."""
+    parameters = dict(policy.named_parameters())
+    found = _matching(checkpoint, group, parameters)
+    for name, parameter in parameters.items():
+        parameter.copy_(found[name])
+
+
 def _matching(checkpoint: Checkpoint, group: str, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     found = checkpoint.tensors.get(group, {})
     if set(found) != set(like):

@@ -64,7 +64,8 @@ def train(
 
     A new run needs a folder that does not exist; ``resume`` continues one from its newest good checkpoint and gives the
     weights that an uninterrupted run would have given, bit by bit. Ctrl-C and SIGTERM end the run after the iteration
-    in hand, saved. ``origin`` is kept as ``origin.json``: how the recipe came about. Raises UserError before anything is written if the recipe cannot be run.
+    in hand, saved. ``origin`` (JSON: how the recipe came about) is kept as ``origin.json``. Raises UserError before
+    anything is written if the recipe cannot be run.
     """
     if resume:
         recipe = _resumed_recipe(recipe, folder)
