@@ -39,11 +39,11 @@ def run_checks(parts: Setup) -> Iterator[Result]:
     for name, check in named:
         try:
             yield Result(name, True, check(parts))
-        except (CheckFailed, RewardError, TrainingError, FloatingPointError, ValueError) as error:
+        except (CheckError, RewardError, TrainingError, FloatingPointError, ValueError) as error:
             yield Result(name, False, str(error))
 
 
-class CheckFailed(Exception):
+class CheckError(Exception):
     """A check did not hold; the message says what to do."""
 
 
@@ -63,7 +63,7 @@ def _level_zero(parts: Setup) -> str:
         for name in kernels.KERNELS:
             moved = kernels.make(name, grid, 0.0).step(x, v, i, torch.ones_like(x))
             if not torch.equal(moved, step):
-                raise CheckFailed(
+                raise CheckError(
                     f"kernel {name!r} at level 0 differs from the ODE at step {i}: this is a bug, report it"
                 )
         x = step
@@ -76,9 +76,9 @@ def _reward(parts: Setup) -> str:
     pair = torch.stack([test.good, test.bad])
     good, bad = parts.reward(pair, [test.prompt] * 2, [test.metadata] * 2).tolist()
     if not good > bad + test.margin:
-        raise CheckFailed(
-            f"reward {parts.reward.info.name!r} gives {good:.3f} to its known good image and {bad:.3f} to its known bad "
-            "one; its weights or its engine are not installed right"
+        raise CheckError(
+            f"reward {parts.reward.info.name!r} gives {good:.3f} to its known good image and {bad:.3f} to its known "
+            "bad one; its weights or its engine are not installed right"
         )
     return f"good {good:.3f}, bad {bad:.3f}"
 
@@ -100,9 +100,9 @@ def _ratio(parts: Setup) -> str:
                 worst = max(worst, float(((new - trajectory.log_prob[chunk.members, i]).exp() - 1).abs().max()))
                 pairs += len(chunk.members)
     if worst > 0:
-        raise CheckFailed(
-            f"max |ratio - 1| is {worst:.1e} on {pairs} pairs, before any update: the model gives other velocities with "
-            "gradients than without (dropout, another kernel, half precision); make it deterministic"
+        raise CheckError(
+            f"max |ratio - 1| is {worst:.1e} on {pairs} pairs, before any update: the model gives other velocities "
+            "with gradients than without (dropout, another kernel, half precision); make it deterministic"
         )
     return f"max |ratio - 1| = 0 on {pairs} (member, step) pairs"
 
@@ -115,14 +115,14 @@ def _one_update(parts: Setup) -> str:
     images = sample(parts.policy, prompts, steps=parts.eval_steps)
     line = iterate(parts, state, lambda phase, done, total: None)
     if line["degenerate_groups"] == line["groups"]:
-        raise CheckFailed(
-            f"in all {line['groups']} groups the members had equal rewards, so nothing can be learned; use more members, "
-            "easier prompts or a finer reward"
+        raise CheckError(
+            f"in all {line['groups']} groups the members had equal rewards, so nothing can be learned; use more "
+            "members, easier prompts or a finer reward"
         )
     moved = max(float((p.detach() - before[name]).abs().max()) for name, p in state.parameters.items())
     changed = float((sample(parts.policy, prompts, steps=parts.eval_steps) - images).abs().max())
     if not moved > 0 or not changed > 0:
-        raise CheckFailed(
+        raise CheckError(
             f"after one update the weights moved by {moved:.1e} and the images by {changed:.1e}: raise lr, or look "
             "whether the trained parameters are those that the model uses"
         )
