@@ -1,0 +1,207 @@
+"""Turn a published pickle of weights into safetensors, once: ``python -m stepcredit.rewards.convert NAME [FILE]``.
+
+The only module that reads a pickle. It does so in a process of its own, after the file's SHA-256 has been verified,
+with the loader that builds tensors and plain containers and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepcredit.rewards import aesthetic, hps, imagereward
+from stepcredit.rewards.base import RewardError
+from stepcredit.rewards.weights import Hub, cache_folder
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One published file and what becomes of it."""
+
+    file: str
+    origin: str
+    """Where a user finds the file, for messages."""
+    sha256: str | None
+    """Digest of the file, where it was published; else it must be given."""
+    hub: Hub | None
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    config: Mapping[str, Any] | None = None
+    """config.json to write beside the weights."""
+
+
+RECIPES = {
+    "aesthetic": Recipe(
+        "sac+logos+ava1-l14-linearMSE.pth",
+        "github.com/christophschuhmann/improved-aesthetic-predictor",
+        "21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0",
+        None,
+        aesthetic.convert,
+    ),
+    "hpsv2.1": Recipe(
+        "HPS_v2.1_compressed.pt",
+        "huggingface.co/xswu/HPSv2",
+        "c57a38fb4a2f7e7c15bf00da2ea377cdf165448b4dd1052a484c215a998c9837",
+        Hub("xswu/HPSv2", "697403c78157020a1ae59d23f111aa58ced35b0a"),
+        hps.convert,
+        {"model_type": "clip", **hps.CONFIG},
+    ),
+    "imagereward": Recipe(
+        "ImageReward.pt",
+        "huggingface.co/zai-org/ImageReward",
+        None,
+        Hub("zai-org/ImageReward", "5736be03b2652728fb87788c9797b0570450ab72"),
+        imagereward.convert,
+        {"model_type": "blip", **imagereward.CONFIG},
+    ),
+}
+
+
+def run(name: str, file: Path | None = None, out: Path | None = None, sha256: str | None = None) -> Path:
+    """Convert in a process of its own and return the folder written.
+
+    ``file`` is fetched from the hub when it is None and the hub has it. Raises ValueError for an unknown name and
+    RewardError, with the sentence of the other process, when anything is wrong with the file.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"nothing to convert for {name!r}; known are {', '.join(RECIPES)}")
+    command = [sys.executable, "-m", "stepcredit.rewards.convert", name]
+    command += [str(file)] if file else []
+    command += ["--out", str(out)] if out else []
+    command += ["--sha256", sha256] if sha256 else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise RewardError(lines[-1] if lines else f"converting {name} ended with status {done.returncode}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file, as 64 hex digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read(file: Path, sha256: str) -> dict[str, Tensor]:
+    """The state dict in a pickled file whose digest is ``sha256``.
+
+    Raises RewardError for another digest, before the file is opened as a pickle, and for a file that holds anything
+    but named finite tensors.
+    """
+    found = digest(file)
+    if found != sha256:
+        raise RewardError(f"{file.name} has SHA-256 {found}, expected {sha256}: download it again")
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RewardError(f"{file.name} is not a plain file of weights: {str(error).splitlines()[0]}") from error
+    while isinstance(state, dict) and isinstance(state.get("state_dict"), Mapping):
+        state = state["state_dict"]
+    if not isinstance(state, Mapping) or not state:
+        raise RewardError(f"{file.name} holds {type(state).__name__}, not named tensors")
+    for key, tensor in state.items():
+        if not isinstance(key, str) or not isinstance(tensor, Tensor):
+            raise RewardError(f"{file.name}: {key!r} is {type(tensor).__name__}, not a tensor")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise RewardError(f"{file.name}: {key!r} is not finite")
+    return dict(state)
+
+
+def convert_here(name: str, file: Path | None, out: Path | None, sha256: str | None) -> Path:
+    """Convert in this process: verify, read, rename, write ``model.safetensors``, ``config.json``, ``source.json``.
+
+    The folder appears complete or not at all. An existing one is kept if it came of the same file, and never replaced.
+    """
+    from safetensors.torch import save_file
+
+    recipe = RECIPES[name]
+    if file is None:
+        file, published = fetch(name, recipe)
+        sha256 = sha256 or published
+    if not file.is_file():
+        raise RewardError(f"no file {file}; {recipe.file} is published at {recipe.origin}")
+    expected = recipe.sha256 or sha256
+    if expected is None:
+        raise RewardError(
+            f"no published checksum of {recipe.file} is known here; yours is {digest(file)}: compare it with the one "
+            f"shown at {recipe.origin} and give it with --sha256"
+        )
+    folder = out or cache_folder(name)
+    if folder.exists():
+        try:
+            same = json.loads((folder / "source.json").read_text())["sha256"] == expected
+        except (OSError, ValueError, KeyError, TypeError):
+            same = False
+        if same:
+            return folder
+        raise RewardError(f"{folder} exists and holds something else; move it away or choose another --out")
+    try:
+        tensors = recipe.convert(read(file, expected))
+    except (ValueError, KeyError) as error:
+        raise RewardError(f"{file.name} is not {recipe.file}: {error}") from error
+    draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    draft.mkdir(parents=True)
+    try:
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        if recipe.config:
+            (draft / "config.json").write_text(json.dumps(recipe.config, indent=2) + "\n")
+        source = {"file": recipe.file, "origin": recipe.origin, "sha256": expected}
+        source["converted_sha256"] = digest(draft / "model.safetensors")
+        (draft / "source.json").write_text(json.dumps(source, indent=2) + "\n")
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return folder
+
+
+def fetch(name: str, recipe: Recipe) -> tuple[Path, str | None]:
+    """The published file through the hub's client, at the pinned revision, and the digest that the hub states.
+
+    Raises RewardError for a file that is not on the hub, and when the hub cannot be reached.
+    """
+    if recipe.hub is None:
+        raise RewardError(f"give the file: download {recipe.file} from {recipe.origin}, then convert {name} FILE")
+    import huggingface_hub as hub
+
+    repository, revision = recipe.hub.id, recipe.hub.revision
+    try:
+        etag = hub.get_hf_file_metadata(hub.hf_hub_url(repository, recipe.file, revision=revision)).etag
+        file = Path(hub.hf_hub_download(repository, recipe.file, revision=revision))
+    except Exception as error:
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RewardError(
+            f"cannot download {recipe.file} from {recipe.hub.id}: fetch it elsewhere and give the file ({detail})"
+        ) from error
+    return file, etag if etag and len(etag) == 64 else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; prints the folder written, or one sentence on what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m stepcredit.rewards.convert", description=__doc__)
+    parser.add_argument("name", choices=list(RECIPES))
+    parser.add_argument("file", nargs="?", type=Path, help="the published file; fetched from the hub if omitted")
+    parser.add_argument("--out", type=Path, help="folder to write; by default where the reward looks for it")
+    parser.add_argument("--sha256", help="digest to verify, for files without a known one")
+    chosen = parser.parse_args(arguments)
+    try:
+        print(convert_here(chosen.name, chosen.file, chosen.out, chosen.sha256))
+    except (RewardError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
