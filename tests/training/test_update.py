@@ -1,0 +1,168 @@
+"""The gradient of an optimiser step, against one computed directly, and its independence of the micro-batch."""
+
+import math
+
+import pytest
+import torch
+
+from stepcredit import grids, kernels, rollout
+from stepcredit.training.ema import EMA
+from stepcredit.training.update import UpdateStats, accumulate, apply
+
+T, P, G, D = 5, 2, 4, 3
+
+
+class Linear(torch.nn.Module):
+    """v = W x + t b: enough for gradients to differ between steps and members."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.w = torch.nn.Parameter(0.3 * torch.randn(D, D, generator=generator, dtype=torch.float64))
+        self.b = torch.nn.Parameter(torch.randn(D, generator=generator, dtype=torch.float64))
+
+    def forward(self, x, t, member):
+        return x @ self.w.T + t[:, None].double() * self.b
+
+
+def sampled(model, kernel_name="flow_sde", shared=True, micro_batch=8, reduce="mean"):
+    kernel = kernels.make(kernel_name, grids.shifted(T))
+    groups = rollout.groups([(0, T)] * P, G, kernel.trainable, shared)
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(groups.layout.rows(0), D, generator=generator, dtype=torch.float64)
+    table = torch.randn(T, P * G, D, generator=generator, dtype=torch.float64)
+    trajectory = rollout.rollout(model, start, kernel, groups.layout, lambda i, m: table[i, m], micro_batch, reduce)
+    advantage = torch.randn(P * G, T, generator=generator, dtype=torch.float64)
+    return kernel, groups, trajectory, advantage
+
+
+def gradient(model, trajectory, advantage, micro_batch=8, part=None, weights=None, **options):
+    model.zero_grad()
+    part = torch.ones(P * G, dtype=torch.bool) if part is None else part
+    weights = torch.ones(T) if weights is None else weights
+    stats = accumulate(model, options.pop("reference", None), trajectory, advantage, part, weights, micro_batch,
+                       clip=options.pop("clip", 0.2), **options)  # fmt: skip
+    return torch.cat([model.w.grad.flatten(), model.b.grad]), stats
+
+
+def direct_policy_gradient(model, kernel, trajectory, advantage, trained):
+    """Gradient of -mean(A log p), written with torch.distributions from the states alone."""
+    total, terms = int(trained.sum()), []
+    for i in range(T):
+        for b in range(P * G):
+            if not trained[b, i]:
+                continue
+            x, x_next = trajectory.state(i)[b], trajectory.state(i + 1)[b]
+            s, s_next, std = kernel.grid[i], kernel.grid[i + 1], kernel.std[i]
+            v = x @ model.w.T + s.float().double() * model.b
+            g2d = std**2
+            mean = x * (1 - g2d / (2 * s)) - v * ((s - s_next) + g2d * (1 - s) / (2 * s))
+            log_prob = torch.distributions.Normal(mean, std).log_prob(x_next).mean()
+            terms.append(-advantage[b, i] * log_prob)
+    loss = torch.stack(terms).sum() / total
+    grads = torch.autograd.grad(loss, [model.w, model.b])
+    return torch.cat([grads[0].flatten(), grads[1]])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_first_update_is_the_plain_policy_gradient(shared):
+    model = Linear()
+    kernel, groups, trajectory, advantage = sampled(model, shared=shared)
+    expected = direct_policy_gradient(model, kernel, trajectory, advantage, groups.layout.noisy)
+    found, stats = gradient(model, trajectory, advantage)
+    # kernels read times as float32 from the model's side; the direct form is float64
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    # log_prob is stored in float32, replay here is float64
+    assert stats.ratio_deviation < 1e-6
+    assert float(stats.clip_fraction.sum()) == 0
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8, 64])
+def test_the_micro_batch_changes_nothing(micro_batch):
+    model = Linear()
+    _, _, trajectory, advantage = sampled(model)
+    whole, _ = gradient(model, trajectory, advantage, micro_batch=8)
+    cut, stats = gradient(model, trajectory, advantage, micro_batch=micro_batch)
+    torch.testing.assert_close(cut, whole, rtol=1e-9, atol=1e-12)
+    assert math.isfinite(stats.loss)
+
+
+def test_parts_of_a_rollout_add_up_to_the_whole():
+    model = Linear()
+    _, groups, trajectory, advantage = sampled(model)
+    whole, _ = gradient(model, trajectory, advantage)
+    halves = [gradient(model, trajectory, advantage, part=groups.prompt == p)[0] for p in range(P)]
+    torch.testing.assert_close(sum(halves) / P, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_untrained_steps_and_zero_weights_give_no_gradient():
+    model = Linear()
+    _, _, trajectory, advantage = sampled(model)
+    weights = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])
+    found, _ = gradient(model, trajectory, advantage, weights=weights)
+    only = torch.zeros_like(advantage)
+    only[:, 1] = advantage[:, 1]
+    expected, _ = gradient(model, trajectory, only)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_kl_pulls_to_the_reference_and_vanishes_there():
+    model, reference = Linear(), Linear()
+    _, _, trajectory, _ = sampled(model)
+    nothing = torch.zeros(P * G, T, dtype=torch.float64)
+    at_reference, stats = gradient(model, trajectory, nothing, reference=reference, kl_beta=0.5)
+    assert float(at_reference.abs().max()) == 0
+    assert stats.kl.tolist() == [0.0] * T
+    with torch.no_grad():
+        model.w += 0.1
+    away, stats = gradient(model, trajectory, nothing, reference=reference, kl_beta=0.5)
+    assert bool((stats.kl > 0).all())
+    with torch.no_grad():
+        model.w -= 1e-3 * away[: D * D].view(D, D)
+        model.b -= 1e-3 * away[D * D :]
+    _, closer = gradient(model, trajectory, nothing, reference=reference, kl_beta=0.5)
+    assert closer.loss < stats.loss
+
+
+def test_normalised_ratio_has_the_scaled_gradient_on_policy():
+    """At the sampling policy d(log ratio) = std * d(mean_d eps mu / std), std times that of the plain ratio."""
+    model = Linear()
+    kernel, _, trajectory, advantage = sampled(model)
+    plain, _ = gradient(model, trajectory, advantage, weights=kernel.std)
+    normalised, stats = gradient(model, trajectory, advantage, normalised_ratio=True)
+    # plain: eps dmu / std; normalised: eps dmu: weight each step of the plain one by its std
+    torch.testing.assert_close(normalised, plain, rtol=1e-4, atol=1e-7)
+    assert stats.ratio_deviation < 1e-6
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
+    model = Linear()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = model.w.detach().clone()
+    model.w.grad = torch.full_like(model.w, float("nan"))
+    model.b.grad = torch.zeros_like(model.b)
+    stats = UpdateStats(0.0, 0.0, torch.zeros(T), torch.zeros(T))
+    assert not apply(optimiser, list(model.parameters()), stats, 1.0)
+    assert torch.equal(model.w, before)
+    assert model.w.grad is None
+
+
+def test_ema_follows_its_schedule_and_gives_the_weights_back():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    ema = EMA({"p": parameter}, highest=0.9)
+    expected = 0.0
+    for n in range(100):
+        with torch.no_grad():
+            parameter.fill_(float(n))
+        ema.update()
+        decay = min((1 + n) / (10 + n), 0.9)
+        expected = decay * expected + (1 - decay) * n
+    assert float(ema.shadow["p"]) == pytest.approx(expected, rel=1e-5)
+    with ema.applied():
+        assert float(parameter) == pytest.approx(expected, rel=1e-5)
+    assert float(parameter) == 99.0
+    off = EMA({"p": parameter}, highest=0.0)
+    with torch.no_grad():
+        parameter.fill_(7.0)
+    off.update()
+    assert float(off.shadow["p"]) == 7.0
