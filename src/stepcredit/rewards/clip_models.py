@@ -38,7 +38,12 @@ def crop_preprocess(images: Tensor, side: int = 224) -> Tensor:
     Float32 ``[B, 3, side, side]`` on the CPU; equal to ``CLIPImageProcessor`` to 1e-5. What lies outside the central
     square of a picture that is not square is not seen.
     """
-    return normalise(torch.stack([_resize_and_crop(image, side) for image in to_pil(images)]))
+    return crop_pictures(to_pil(images), side)
+
+
+def crop_pictures(pictures: Sequence[Image.Image], side: int = 224) -> Tensor:
+    """The same for RGB pictures of any sizes."""
+    return normalise(torch.stack([_resize_and_crop(picture, side) for picture in pictures]))
 
 
 def _resize_and_crop(image: Image.Image, side: int) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepcredit.rewards import aesthetic, hps, imagereward
+from stepcredit.rewards import aesthetic, hps, imagereward, mask2former_names
 from stepcredit.rewards.base import RewardError
 from stepcredit.rewards.weights import Hub, cache_folder
 
@@ -64,6 +64,14 @@ RECIPES = {
         Hub("zai-org/ImageReward", "5736be03b2652728fb87788c9797b0570450ab72"),
         imagereward.convert,
         {"model_type": "blip", **imagereward.CONFIG},
+    ),
+    "geneval": Recipe(
+        mask2former_names.FILE,
+        "huggingface.co/tsbpp/geneval_mask2former",
+        mask2former_names.SHA256,
+        Hub("tsbpp/geneval_mask2former", "22b5a198cedf6b45e45165cf1c865d58de4a2832"),
+        mask2former_names.convert,
+        mask2former_names.CONFIG,
     ),
 }
 

@@ -77,15 +77,24 @@ def pretrained(reward: str, kind: str, source: Hub | Path, **options: Any) -> An
         raise RewardError(missing(reward, source, first_line(error))) from error
 
 
-def model(reward: str, kind: str, source: Hub | Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+def model(
+    reward: str,
+    kind: str,
+    source: Hub | Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    unused: tuple[str, ...] = (),
+) -> Any:
     """A model in evaluation mode, without gradients, in float32 unless told otherwise.
 
     The library would keep the file's own type, and the differences inside a group are of the order of bfloat16's
-    rounding. Raises RewardError as ``pretrained``, and when the file lacks weights that the model has.
+    rounding. Raises RewardError as ``pretrained``, and when the file lacks weights that the model has, apart from
+    those whose names contain one of ``unused``.
     """
     found, report = pretrained(reward, kind, source, dtype=dtype, use_safetensors=True, output_loading_info=True)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        bad = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
+    bad = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
+    bad = [key for key in bad if not any(part in key for part in unused)]
+    if bad:
         raise RewardError(missing(reward, source, f"{len(bad)} weights are absent or of another shape, e.g. {bad[0]}"))
     return found.to(device).eval().requires_grad_(False)
 
