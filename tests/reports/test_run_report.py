@@ -362,6 +362,16 @@ def test_bars_stand_on_zero_and_losses_hang_from_it() -> None:
     assert h_up == pytest.approx(h_down, abs=0.11)
 
 
+def test_heat_map_shows_strength_and_sign_and_leaves_unknown_cells_blank() -> None:
+    drawn = figures.heat_map([[1.0, -0.25], [None, 0.0]], ["1", "2"], "label")
+    cells = re.findall(r'<path d="([^"]*)" class="([^"]*)" opacity="([^"]*)"', drawn)
+    assert [(d.count("M"), role, strength) for d, role, strength in cells] == [
+        (1, "cell", "1.00"),
+        (1, "cell minus", "0.50"),
+    ]
+    assert figures.heat_map([[0.0], [None]], ["1", "2"], "label") == ""
+
+
 def test_long_curves_are_averaged_in_equal_bins() -> None:
     x, y = figures.binned(list(range(1, 7)), [1.0, 3.0, None, 5.0, None, None], limit=3)
     assert x == [1.5, 3.5, 5.5]

@@ -30,6 +30,8 @@ WIDE, NARROW, HALF, THIRD = (880, 300), (360, 260), (400, 220), (280, 140)
 """Sizes in CSS pixels: full width, full width on a phone, two and three in a row."""
 
 
+SHADES = 16
+"""Steps of strength in the heat map."""
 POINTS = 240
 """Most points of a curve; longer ones are averaged in equal bins."""
 
@@ -209,23 +211,16 @@ def heat_map(columns: Sequence[Values], names: Sequence[str], label: str, size: 
     width, height = size
     left, top, right, bottom = 26.0, 4.0, width - 6.0, height - 32.0
     w, h = (right - left) / len(columns), (bottom - top) / rows
-    parts: list[Markup] = []
+    shades: dict[tuple[bool, int], list[str]] = {}  # one path per shade: a rectangle each would be ten times the size
     for c, column in enumerate(columns):
         for i, value in enumerate(column):
-            if value is None:
-                continue
-            strength = math.sqrt(abs(value) / largest)
-            parts.append(
-                element(
-                    "rect",
-                    x=left + c * w,
-                    y=top + i * h,
-                    width=w,
-                    height=h - 1,
-                    class_="cell minus" if value < 0 else "cell",
-                    opacity=f"{strength:.2f}",
-                )
-            )
+            if shade := round(math.sqrt(abs(value or 0.0) / largest) * SHADES):
+                cell = f"M{left + c * w:.1f} {top + i * h:.1f}h{w:.1f}v{h - 1:.1f}h{-w:.1f}z"
+                shades.setdefault(((value or 0.0) < 0, shade), []).append(cell)
+    parts = [
+        element("path", d="".join(cells), class_="cell minus" if loss else "cell", opacity=f"{shade / SHADES:.2f}")
+        for (loss, shade), cells in sorted(shades.items())
+    ]
     parts += [
         element("text", str(i), x=left - 6, y=top + (i + 0.5) * h + 3.8, text_anchor="end")
         for i in range(0, rows, math.ceil(rows * 13 / (bottom - top)))
