@@ -1,0 +1,279 @@
+"""Runs from beginning to end: what they write, that they can be cut anywhere, and that nothing changes for it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stepcredit.errors import UserError
+from stepcredit.rewards import registry
+from stepcredit.rewards.base import RewardError, RewardInfo
+from stepcredit.training import checkpoint
+from stepcredit.training import recipe as recipes
+from stepcredit.training.telemetry import make_display
+from stepcredit.training.trainer import train
+
+TIMES = ("seconds", "phase_seconds", "memory_mb")
+
+
+def run(recipe, folder, resume=False):
+    return train(recipe, folder, make_display(quiet=True), resume=resume)
+
+
+def lines(folder):
+    """metrics.jsonl without what differs from run to run: clocks and memory."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in entry.items() if key not in TIMES} for entry in entries]
+
+
+def final(folder):
+    """All tensors of the newest checkpoint."""
+    return checkpoint.load(folder / "checkpoints").tensors
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for group in a:
+        assert a[group].keys() == b[group].keys()
+        for name, tensor in a[group].items():
+            assert torch.equal(tensor, b[group][name]), (group, name)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny_model):
+    """An uninterrupted run."""
+    from conftest import KEYS
+
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    recipe = recipes.load("compose-stepwise", {**KEYS, "model": str(tiny_model)})
+    return recipe, folder, run(recipe, folder)
+
+
+def test_a_run_writes_what_the_documentation_promises(whole):
+    _, folder, summary = whole
+    assert {"recipe.yaml", "metrics.jsonl", "summary.json", "ledger.json", "report.html", "checkpoints", "samples"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert (folder / "checkpoints" / "latest" / "weights.safetensors").is_file()
+    stored = json.loads((folder / "summary.json").read_text())
+    for key in ("reward_before", "reward_after"):
+        assert stored[key]["low"] <= stored[key]["mean"] <= stored[key]["high"]
+    assert stored["iterations"] == summary["iterations"] == 4
+    assert stored["seconds"] > 0
+    per_iteration = json.loads((folder / "ledger.json").read_text())["trajectories"]
+    assert per_iteration == 8
+    entries = lines(folder)
+    assert [entry["iteration"] for entry in entries] == [0, 1, 2, 3, 4]
+    assert stored["model_evaluations"] == entries[-1]["model_evaluations"]
+    assert all(entry["ratio_deviation"] == 0 for entry in entries[1:])
+    assert entries[2]["evaluation"]["prompts"] == 6
+
+
+def test_gains_in_the_log_telescope(whole):
+    _, folder, _ = whole
+    for entry in lines(folder)[1:]:
+        total = sum(entry["gain_mean"])
+        assert total == pytest.approx(entry["R_mean"][-1] - entry["R_mean"][0], abs=1e-5)
+        assert entry["reward"]["mean"] == pytest.approx(entry["R_mean"][-1], abs=1e-6)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(whole, tmp_path):
+    recipe, folder, _ = whole
+    run(recipe, tmp_path / "again")
+    assert lines(tmp_path / "again") == lines(folder)
+    assert_equal(final(tmp_path / "again"), final(folder))
+    run(recipe.model_copy(update={"seed": 1}), tmp_path / "other")
+    assert lines(tmp_path / "other") != lines(folder)
+
+
+def test_a_run_resumed_after_any_iteration_ends_with_the_same_bits(whole, tmp_path, small):
+    _, folder, _ = whole
+    for cut in (1, 2, 3):
+        part = tmp_path / f"cut-{cut}"
+        run(small(iterations=cut), part)
+        run(small(), part, resume=True)
+        assert_equal(final(part), final(folder))
+        resumed, straight = lines(part), lines(folder)
+        # the last iteration of a shorter run is not followed by an evaluation during training
+        for line in (*resumed, *straight):
+            line.pop("evaluation")
+        assert resumed == straight
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from stepcredit.training import recipe as recipes, trainer
+from stepcredit.training.telemetry import make_display
+resume = (Path(sys.argv[2]) / "recipe.yaml").exists()
+recipe = recipes.parse(open(sys.argv[1]).read(), "recipe")
+print("ready", flush=True)
+trainer.train(recipe, Path(sys.argv[2]), make_display(quiet=True), resume=resume)
+print("done", flush=True)
+"""
+
+
+def test_killed_at_random_moments_and_resumed_ends_with_the_same_bits(whole, tmp_path):
+    recipe, folder, _ = whole
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipes.dump(recipe))
+    target = tmp_path / "killed"
+    delays = [0.05, 0.3, 0.6, 0.15, 0.45, 0.8, None]
+    for delay in delays:
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(path), str(target)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "ready\n"
+        if delay is None:
+            assert process.stdout.read().endswith("done\n")
+            assert process.wait() == 0
+        else:
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert_equal(final(target), final(folder))
+    assert lines(target) == lines(folder)
+
+
+def test_interrupted_runs_end_after_the_iteration_saved(tmp_path, small):
+    class Interrupting:
+        """A display that sends Ctrl-C to its own process once, in the middle of an iteration."""
+
+        def __init__(self):
+            self.sent = False
+            self.messages = []
+
+        def start(self, total, done, header): ...
+
+        def phase(self, name, done, total):
+            if name == "rollout" and not self.sent:
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def iteration(self, metrics): ...
+
+        def message(self, text):
+            self.messages.append(text)
+
+        def stop(self): ...
+
+    display = Interrupting()
+    summary = train(small(), tmp_path / "run", display)
+    assert summary["signal"] == signal.SIGINT
+    assert summary["iterations"] == 1
+    assert summary["reward_after"] is None
+    assert "saved" in display.messages[0]
+    assert checkpoint.load(tmp_path / "run" / "checkpoints").iteration == 1
+    assert run(small(), tmp_path / "run", resume=True)["iterations"] == 4
+
+
+def test_resume_refuses_another_recipe_and_names_the_keys(whole, tmp_path, small):
+    _, folder, _ = whole
+    with pytest.raises(UserError, match=r"lr \(was 0.01, now 0.002\)"):
+        run(small(lr=2e-3), folder, resume=True)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_the_micro_batch_changes_rounding_only(whole, tmp_path, small, micro_batch):
+    _, folder, _ = whole
+    run(small(micro_batch=micro_batch), tmp_path / "run")
+    mine, theirs = final(tmp_path / "run")["weights"], final(folder)["weights"]
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-3)
+    first, other = lines(tmp_path / "run")[1], lines(folder)[1]
+    assert first["R_mean"] == pytest.approx(other["R_mean"], abs=2e-3)
+    assert first["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("compose-")])
+def test_every_bundled_recipe_trains(tmp_path, small, name):
+    recipe = recipes.load(name)
+    window = (0, 4) if recipe.window else None
+    summary = run(small(name, iterations=1, window=window), tmp_path / "run")
+    assert summary["iterations"] == 1
+    entry = lines(tmp_path / "run")[1]
+    assert entry["ratio_deviation"] == 0
+    assert entry["grad_norm"] > 0
+
+
+def test_optional_parts_train_together(tmp_path, small):
+    recipe = small(
+        kl_beta=0.1, kl="velocity", updates_per_rollout=2, window_size=2, credit="turning_point_smooth",
+        advantage="joint", global_std=True, lr_schedule="cosine", warmup=2, ema=0.0, step_weight="std", iterations=2,
+    )  # fmt: skip
+    run(recipe, tmp_path / "run")
+    entries = lines(tmp_path / "run")
+    assert entries[2]["stale_share"] == 0.5
+    assert any(value for value in entries[2]["kl"] if value)
+
+
+class Faulty:
+    """jpeg_size with a fault."""
+
+    def __init__(self, fault):
+        self.inner = registry.get("jpeg_size")
+        self.info = RewardInfo(name="faulty", range=(-100.0, 0.0), licence="", description="")
+        self.fault = fault
+
+    def __call__(self, images, prompts, metadata):
+        return self.fault(self.inner(images, prompts, metadata))
+
+    def self_test(self):
+        return self.inner.self_test()
+
+
+FAULTS = {
+    "wrong length": (lambda r: r[:-1], "shape"),
+    "wrong type": (lambda r: r.tolist(), "list"),
+    "infinite": (lambda r: torch.where(torch.arange(len(r)) == 1, torch.inf, r), "infinite"),
+    "constant": (torch.zeros_like, "constant"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rewards_that_break_their_contract_stop_the_run_with_a_sentence(tmp_path, small, monkeypatch, fault):
+    function, word = FAULTS[fault]
+    monkeypatch.setitem(registry._registered, "faulty", lambda: Faulty(function))
+    with pytest.raises(RewardError, match=word) as caught:
+        run(small(reward="faulty"), tmp_path / "run")
+    assert "'faulty'" in str(caught.value)
+
+
+def test_failed_samples_end_the_run_or_leave_their_group(tmp_path, small, monkeypatch):
+    monkeypatch.setitem(registry._registered, "faulty", lambda: Faulty(some_nan))
+    with pytest.raises(RewardError, match="on_reward_failure"):
+        run(small(reward="faulty"), tmp_path / "fail")
+    run(small(reward="faulty", on_reward_failure="drop"), tmp_path / "drop")
+    entries = lines(tmp_path / "drop")
+    assert all(entry["failed_samples"] > 0 for entry in entries[1:])
+    assert all(torch.isfinite(t).all() for t in final(tmp_path / "drop")["weights"].values())
+
+
+def some_nan(rewards):
+    return torch.where(torch.arange(len(rewards)) % 5 == 0, torch.nan, rewards)
+
+
+def test_a_velocity_that_is_not_finite_names_the_step(tmp_path, small, monkeypatch):
+    from stepcredit.policies.desk import DeskPolicy
+
+    original = DeskPolicy.velocity
+
+    def broken(self, x, t, cond):
+        v = original(self, x, t, cond)
+        return torch.where((t < 0.9).view(-1, 1, 1, 1), torch.nan, v) if torch.is_grad_enabled() else v
+
+    monkeypatch.setattr(DeskPolicy, "velocity", broken)
+    with pytest.raises(FloatingPointError, match="step 2 of the replay"):
+        run(small(iterations=1), tmp_path / "run")
+
+
+def test_weights_of_the_latest_checkpoint_are_plain_safetensors(whole):
+    _, folder, _ = whole
+    found = load_file(folder / "checkpoints" / "latest" / "weights.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in found.values())
