@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
+import socket
 import string
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +75,50 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("STEPCREDIT_CACHE", str(tmp_path / "cache"))
+
+
+class Script:
+    """A server on the loopback that gives prepared answers, raw bytes each, and remembers the requests."""
+
+    def __init__(self) -> None:
+        self.answers: list[bytes | None] = []
+        self.requests: list[tuple[str, bytes]] = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def json(self, message: object, status: str = "200 OK") -> None:
+        """Prepare a JSON answer."""
+        self.raw(json.dumps(message).encode(), status)
+
+    def raw(self, body: bytes, status: str = "200 OK", kind: str = "application/json", *headers: str) -> None:
+        """Prepare an answer of any body and headers."""
+        head = [f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *headers]
+        self.answers.append("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as stream:
+                head = b"".join(iter(stream.readline, b"\r\n")).decode("latin-1")
+                length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+                self.requests.append((head, stream.read(int(length[1])) if length else b""))
+                answer = self.answers.pop(0) if self.answers else b""
+                if answer is None:  # silence
+                    stream.read(1)
+                else:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    server = Script()
+    yield server
+    server.close()

@@ -1,0 +1,195 @@
+"""What travels between the ``remote`` reward and its server: JSON with PNG inside, checked strictly on both sides."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from torch import Tensor
+
+from stepcredit.rewards.base import RewardInfo, SelfTest
+from stepcredit.rewards.inputs import to_pil
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server accepts of one request, and a client of one reply."""
+
+    bytes: int = 256 << 20
+    images: int = 1024
+    pixels: int = 4 << 20
+    """Of one image."""
+    seconds: float = 60.0
+    """For reading one request."""
+    connections: int = 32
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    version: Literal[1] = 1
+
+
+Text = Annotated[str, Field(max_length=20_000)]
+Label = Annotated[str, Field(max_length=500, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+"""A line for people: no control characters, which could rewrite a terminal."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ScoreRequest(_Message):
+    """Images as base64 PNG, each with its prompt and metadata."""
+
+    images: list[str]
+    prompts: list[Text]
+    metadata: list[dict[str, JsonValue]]
+
+
+class ScoreReply(_Message):
+    """One score per image, null for one that could not be scored."""
+
+    reward: Label
+    scores: list[Finite | None]
+
+
+class InfoReply(_Message):
+    """What the reward is; an infinite end of its range is null."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.:-]{0,63}$")]
+    low: Finite | None
+    high: Finite | None
+    licence: Label
+    description: Label
+    direction: Literal["higher", "lower"]
+    batch_size: Annotated[int, Field(ge=1)]
+    per_image: bool
+
+    @classmethod
+    def of(cls, info: RewardInfo, batch_size: int, per_image: bool) -> InfoReply:
+        """The message for a reward's info; control characters in its texts become spaces."""
+        low, high = (end if math.isfinite(end) else None for end in info.range)
+        licence, description = (
+            "".join(char if char.isprintable() else " " for char in text)[:500]
+            for text in (info.licence, info.description)
+        )
+        return cls(
+            name=info.name,
+            low=low,
+            high=high,
+            licence=licence,
+            description=description,
+            direction=info.direction,
+            batch_size=batch_size,
+            per_image=per_image,
+        )
+
+    def info(self, name: str, needs: tuple[str, ...]) -> RewardInfo:
+        """The reward's info on the client's side, under the client's name."""
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        return RewardInfo(
+            name, (low, high), self.licence, self.description, self.direction, needs, batch_size=self.batch_size
+        )
+
+
+class SelfTestReply(_Message):
+    """The known good and the known bad image, as base64 PNG."""
+
+    good: str
+    bad: str
+    prompt: Text
+    metadata: dict[str, JsonValue]
+    margin: Finite
+
+    @classmethod
+    def of(cls, test: SelfTest) -> SelfTestReply:
+        """The message for a reward's self-test."""
+        good, bad = (encode_images(image[None])[0] for image in (test.good, test.bad))
+        return cls(good=good, bad=bad, prompt=test.prompt, metadata=dict(test.metadata), margin=test.margin)
+
+    def test(self, limits: Limits) -> SelfTest:
+        """The self-test. Raises ValueError for images that are not PNG within the limits."""
+        good, bad = (decode_image(image, limits) for image in (self.good, self.bad))
+        return SelfTest(good, bad, self.prompt, self.metadata, self.margin)
+
+
+M = TypeVar("M", bound=_Message)
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """A message of that kind. Raises ValueError, in one line, for what is not exactly one."""
+    try:
+        return kind.model_validate(loads(data), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the message"
+        raise ValueError(f"{where}: {first['msg']}") from None
+
+
+def loads(data: bytes) -> Any:
+    """JSON, without the NaN and Infinity that Python would accept. Raises ValueError."""
+    try:
+        return json.loads(data.decode(), parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def encode_images(images: Tensor) -> list[str]:
+    """Images ``[B, 3, H, W]`` in [0, 1] as base64 PNG: lossless after the one rounding to 8 bits."""
+    return [base64.b64encode(png(picture)).decode("ascii") for picture in to_pil(images)]
+
+
+def png(picture: Image.Image) -> bytes:
+    """A picture as PNG, compressed lightly."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def decode_image(text: str, limits: Limits) -> Tensor:
+    """Image ``[3, H, W]`` in [0, 1] of a base64 PNG. Raises ValueError for anything else; size first, then pixels."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("not base64") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
+                width, height = picture.size
+                if width * height > limits.pixels:
+                    raise ValueError(f"{width} x {height} pixels; at most {limits.pixels} are accepted")
+                if picture.mode != "RGB":
+                    raise ValueError(f"PNG of mode {picture.mode}; it must be 8-bit RGB")
+                array = np.array(picture)
+    except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"not a PNG ({type(error).__name__})") from None
+    return torch.from_numpy(array).permute(2, 0, 1).float() / 255
+
+
+def decode_images(texts: Sequence[str], limits: Limits) -> Tensor:
+    """Images ``[B, 3, H, W]`` of one size. Raises ValueError naming the first that is none, or of another size."""
+    images: list[Tensor] = []
+    for index, text in enumerate(texts):
+        try:
+            images.append(decode_image(text, limits))
+        except ValueError as error:
+            raise ValueError(f"image {index}: {error}") from None
+        if images[index].shape != images[0].shape:
+            raise ValueError(f"image {index} differs in size from the first; send images of one size")
+    return torch.stack(images)
