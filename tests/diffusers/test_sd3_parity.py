@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("diffusers", minversion="0.38")
 
 import stepcredit as sc
-from stepcredit.policies import PipelineError, Policy, family_of, from_pipeline, tiny
+from stepcredit.policies import PipelineError, Policy, family_of, from_pipeline, tiny, tiny_text
 from stepcredit.policies.diffusers_common import decode_kl
 
 PROMPTS = ["a red circle above a blue square", "the word cat"]
@@ -180,7 +180,10 @@ def test_an_unknown_family_lists_the_known():
     class OtherPipeline:
         pass
 
-    with pytest.raises(PipelineError, match=r"OtherPipeline .*StableDiffusion3Pipeline, FluxPipeline"):
+    with pytest.raises(
+        PipelineError,
+        match=r"OtherPipeline is of no known family; .*StableDiffusion3Pipeline, FluxPipeline, Qwen",
+    ):
         from_pipeline(OtherPipeline(), height=32, width=32)
 
 
@@ -219,13 +222,13 @@ def test_tiny_pipelines_are_functions_of_their_seed():
     for name, weight in one.transformer.named_parameters():
         assert torch.equal(weight, same.transformer.get_parameter(name))
     assert not torch.equal(one.transformer.proj_out.weight, other.transformer.proj_out.weight)
-    with pytest.raises(ValueError, match="no tiny pipeline of family 'sdxl'; there are sd3, flux"):
+    with pytest.raises(ValueError, match="no tiny pipeline of family 'sdxl'; there are sd3, flux, qwen-image, z-image"):
         tiny.build("sdxl")
 
 
 def test_tiny_vocabularies_are_the_same_in_every_process(pipe):
     """Counted by hand: T5 has 4 marks and 94 characters before the words; CLIP 2 marks and twice 256 bytes."""
-    words = {word: 98 + tiny.WORDS.index(word) for word in ("a", "red", "circle")}
+    words = {word: 98 + tiny_text.WORDS.index(word) for word in ("a", "red", "circle")}
     assert pipe.tokenizer_3("a red circle").input_ids == [*words.values(), 1]
     assert pipe.tokenizer_3("a q").input_ids == [98, 3, 4 + ord("q") - 33, 1]
     vocab = pipe.tokenizer.get_vocab()

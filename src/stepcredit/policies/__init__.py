@@ -20,6 +20,8 @@ __all__ = ["FAMILIES", "Conditioning", "PipelineError", "Policy", "family_of", "
 FAMILIES: dict[str, str] = {
     "StableDiffusion3Pipeline": "diffusers_sd3",
     "FluxPipeline": "diffusers_flux",
+    "QwenImagePipeline": "diffusers_qwen",
+    "ZImagePipeline": "diffusers_zimage",
 }
 """Class of the pipeline -> module of this package whose ``FAMILY`` adapts it, imported when first used."""
 

@@ -26,6 +26,7 @@ class Flux:
 
     name: ClassVar[str] = "flux"
     default_guidance: ClassVar[float] = 3.5
+    negative_prompt: ClassVar[str] = ""
     precision: ClassVar[common.Precision] = "bf16"
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
     lora_targets: ClassVar[tuple[str, ...]] = (

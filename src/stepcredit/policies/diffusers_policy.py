@@ -28,6 +28,8 @@ class Family(Protocol):
 
     name: ClassVar[str]
     default_guidance: ClassVar[float]
+    negative_prompt: ClassVar[str]
+    """What the unconditional half is asked for."""
     precision: ClassVar[common.Precision]
     """The transformer's precision in the published recipes of this family."""
     encoders: ClassVar[tuple[str, ...]]
@@ -117,7 +119,7 @@ class DiffusersPolicy:
         return self.family.grid(steps)
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """Embeddings of the prompts, and of the empty negative prompt where guidance needs it; from the cache if set.
+        """Embeddings of the prompts, and of the negative prompt where guidance needs it; from the cache if set.
 
         Raises RuntimeError for a prompt that is not cached once the encoders were released.
         """
@@ -126,7 +128,7 @@ class DiffusersPolicy:
         cond = self._embed(prompts)
         if self.family.uses_cfg:
             if self._negative is None:
-                self._negative = self._embed([""])
+                self._negative = self._embed([self.family.negative_prompt])
             cond = common.with_negative(cond, self._negative)
         return cond
 
@@ -164,7 +166,7 @@ class DiffusersPolicy:
                 "release_encoders needs embedding_cache: without it no prompt could be encoded any more"
             )
         if self.family.uses_cfg and self._negative is None:
-            self._negative = self._embed([""])
+            self._negative = self._embed([self.family.negative_prompt])
         for name in self.family.encoders:
             setattr(self.pipe, name, None)
         self._released = True

@@ -24,6 +24,7 @@ class StableDiffusion3:
 
     name: ClassVar[str] = "sd3"
     default_guidance: ClassVar[float] = 4.5
+    negative_prompt: ClassVar[str] = ""
     precision: ClassVar[common.Precision] = "fp16"
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     lora_targets: ClassVar[tuple[str, ...]] = (

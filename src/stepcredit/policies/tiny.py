@@ -1,29 +1,20 @@
 """Tiny random pipelines of the real families, built offline in a fraction of a second: for tests and rehearsals.
 
-Every part is of the very class that the released checkpoint has; only the sizes are small. Tokenizers are built by
-hand from a fixed list of words, because the trainers of the ``tokenizers`` library give other vocabularies in every
-process. A pipeline is a function of its arguments alone and leaves torch's global generators as they were.
+Every part is of the very class that the released checkpoint has; only the sizes are small. A pipeline is a function of
+its arguments alone, in every process, and leaves torch's global generators as they were.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_VOCABULARY = """
-a an and the of on in to with above below left right photo sign word words text written reading that says small
-large one two three four red orange yellow green blue purple pink brown black white grey circle square triangle
-cross star ring dog cat bird horse apple banana bowl cup bus car boat chair clock vase tree house sun moon sea
-"""
-WORDS = tuple(_VOCABULARY.split())
-"""Words with a token of their own; every other word is spelled in smaller pieces."""
+from stepcredit.policies import tiny_text
 
-TEXT_WIDTH = 64
 HEADS, HEAD_WIDTH = 4, 16
 
 
@@ -51,22 +42,22 @@ def sd3(seed: int = 0) -> Any:
             attention_head_dim=HEAD_WIDTH,
             num_attention_heads=HEADS,
             caption_projection_dim=HEADS * HEAD_WIDTH,
-            joint_attention_dim=TEXT_WIDTH,
+            joint_attention_dim=tiny_text.T5_WIDTH,
             pooled_projection_dim=32,  # the two CLIP projections side by side
             pos_embed_max_size=16,
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
         )
-        clip, clip_2, t5 = clip_tokenizer(), clip_tokenizer(), t5_tokenizer(256)
+        clip, clip_2, t5 = tiny_text.clip_tokenizer(), tiny_text.clip_tokenizer(), tiny_text.t5_tokenizer(256)
         pipe = diffusers.StableDiffusion3Pipeline(
             transformer=transformer.eval(),
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
             vae=_vae(),
-            text_encoder=_clip_model(clip, projection=True),
+            text_encoder=tiny_text.clip_model(clip, projection=True),
             tokenizer=clip,
-            text_encoder_2=_clip_model(clip_2, projection=True),
+            text_encoder_2=tiny_text.clip_model(clip_2, projection=True),
             tokenizer_2=clip_2,
-            text_encoder_3=_t5_model(t5),
+            text_encoder_3=tiny_text.t5_model(t5),
             tokenizer_3=t5,
         )
     return _finish(pipe, f"tiny-sd3-{seed}")
@@ -87,12 +78,12 @@ def flux(seed: int = 0, *, guidance_embeds: bool = True) -> Any:
             num_single_layers=1,
             attention_head_dim=HEAD_WIDTH,
             num_attention_heads=HEADS,
-            joint_attention_dim=TEXT_WIDTH,
+            joint_attention_dim=tiny_text.T5_WIDTH,
             pooled_projection_dim=16,
             axes_dims_rope=(4, 6, 6),
             guidance_embeds=guidance_embeds,
         )
-        clip, t5 = clip_tokenizer(), t5_tokenizer(512)
+        clip, t5 = tiny_text.clip_tokenizer(), tiny_text.t5_tokenizer(512)
         pipe = diffusers.FluxPipeline(
             transformer=transformer.eval(),
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
@@ -104,83 +95,86 @@ def flux(seed: int = 0, *, guidance_embeds: bool = True) -> Any:
                 max_image_seq_len=4096,
             ),
             vae=_vae(),
-            text_encoder=_clip_model(clip, projection=False),
+            text_encoder=tiny_text.clip_model(clip, projection=False),
             tokenizer=clip,
-            text_encoder_2=_t5_model(t5),
+            text_encoder_2=tiny_text.t5_model(t5),
             tokenizer_2=t5,
         )
     return _finish(pipe, f"tiny-flux-{'dev' if guidance_embeds else 'schnell'}-{seed}")
 
 
-BUILDERS: dict[str, Callable[[int], Any]] = {"sd3": sd3, "flux": flux}
+def qwen_image(seed: int = 0) -> Any:
+    """QwenImagePipeline of about 0.5 M parameters; images of multiples of 8 pixels, packed latents ``[B, N, 16]``."""
+    diffusers: Any = importlib.import_module("diffusers")
+
+    with _seeded(seed):
+        transformer = diffusers.QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=HEAD_WIDTH,
+            num_attention_heads=HEADS,
+            joint_attention_dim=tiny_text.QWEN_WIDTH,
+            axes_dims_rope=(4, 6, 6),
+        )
+        vae = diffusers.AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[-0.75, 0.1, 0.9, 0.2],
+            latents_std=[2.8, 1.45, 2.3, 1.1],
+        )
+        tokenizer = tiny_text.qwen_tokenizer()
+        pipe = diffusers.QwenImagePipeline(
+            transformer=transformer.eval(),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+                use_dynamic_shifting=True,
+                base_shift=0.5,
+                max_shift=0.9,
+                base_image_seq_len=256,
+                max_image_seq_len=8192,
+                shift_terminal=0.02,
+            ),
+            vae=vae.eval(),
+            text_encoder=tiny_text.qwen_vl_model(tokenizer),
+            tokenizer=tokenizer,
+        )
+    return _finish(pipe, f"tiny-qwen-image-{seed}")
 
 
-def clip_tokenizer(max_length: int = 77) -> Any:
-    """CLIP's byte-level BPE over single bytes, with the merges that spell out ``WORDS``."""
-    tokenizers: Any = importlib.import_module("tokenizers")
-    transformers: Any = importlib.import_module("transformers")
+def z_image(seed: int = 0) -> Any:
+    """ZImagePipeline of about 0.5 M parameters; images of multiples of 8 pixels, latents ``[B, 4, H/4, W/4]``."""
+    diffusers: Any = importlib.import_module("diffusers")
 
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges: dict[tuple[str, str], None] = {}  # a dict keeps the order in which merges apply
-    for word in WORDS:
-        *pieces, last = [*word[:-1], word[-1] + "</w>"]
-        if not pieces:
-            continue
-        left = pieces[0]
-        for piece in [*pieces[1:], last]:
-            merges.setdefault((left, piece))
-            left += piece
-            vocab.setdefault(left, len(vocab))
-    return transformers.CLIPTokenizer(vocab=vocab, merges=list(merges), model_max_length=max_length)
-
-
-def t5_tokenizer(max_length: int) -> Any:
-    """T5's unigram vocabulary: printable ASCII characters, and ``WORDS`` at a higher probability."""
-    transformers: Any = importlib.import_module("transformers")
-
-    space = "\u2581"
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (space, -8.0)]
-    pieces += [(chr(code), -10.0) for code in range(33, 127)]
-    pieces += [(space + word, -math.log(len(WORDS))) for word in WORDS]
-    return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
+    with _seeded(seed):
+        transformer = diffusers.ZImageTransformer2DModel(
+            in_channels=4,
+            dim=HEADS * HEAD_WIDTH,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=HEADS,
+            n_kv_heads=HEADS,
+            cap_feat_dim=tiny_text.QWEN_WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[1024, 64, 64],
+        )
+        torch.nn.init.normal_(transformer.x_pad_token)  # zeros until trained
+        torch.nn.init.normal_(transformer.cap_pad_token)
+        tokenizer = tiny_text.qwen_tokenizer()
+        pipe = diffusers.ZImagePipeline(
+            transformer=transformer.eval(),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=_vae(),
+            text_encoder=tiny_text.qwen_model(tokenizer),
+            tokenizer=tokenizer,
+        )
+    return _finish(pipe, f"tiny-z-image-{seed}")
 
 
-def _clip_model(tokenizer: Any, projection: bool) -> Any:
-    transformers: Any = importlib.import_module("transformers")
-
-    config = transformers.CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=tokenizer.model_max_length,
-        projection_dim=16,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,  # CLIP pools at this token: it must be the tokenizer's own
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
-    return model(config).eval()
-
-
-def _t5_model(tokenizer: Any) -> Any:
-    transformers: Any = importlib.import_module("transformers")
-
-    config = transformers.T5Config(
-        vocab_size=len(tokenizer),
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=8,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return transformers.T5EncoderModel(config).eval()
+BUILDERS: dict[str, Callable[[int], Any]] = {"sd3": sd3, "flux": flux, "qwen-image": qwen_image, "z-image": z_image}
 
 
 def _vae() -> Any:
