@@ -14,9 +14,9 @@ import json
 import statistics
 import time
 
-import stepcredit  # noqa: F401  (sets the thread policy before torch is loaded)
 import torch
 
+import stepcredit  # noqa: F401  (sets the thread policy before torch is loaded)
 from stepcredit.cli.plan_command import calibrate
 from stepcredit.training import recipe as recipes
 from stepcredit.training.iteration import iterate
