@@ -83,10 +83,10 @@ def test_plain_lines_one_per_iteration() -> None:
         "compose: credit gain",
         "iteration 0/10  held-out 0.700 [0.680, 0.720]",
         "iteration 1/10  reward 0.600 [0.580, 0.620]  +0.000 since start  best 0.600 at 1  no signal in 2/8 groups"
-        "  ratio deviation 0.0e+00  grad norm 0.412  2.5 s each  812 MB  0:24 left",
+        "  ratio deviation 0.0e+00  grad norm 0.412  812 MB  2.5 s each  0:24 left",
         "iteration 2/10  reward 0.660 [0.640, 0.680]  +0.060 since start  best 0.660 at 2"
         "  held-out 0.750 [0.730, 0.770]  +0.050 since start  best 0.750 at 2  no signal in 2/8 groups"
-        "  ratio deviation 0.0e+00  grad norm 0.412  2.5 s each  812 MB  0:34 left",
+        "  ratio deviation 0.0e+00  grad norm 0.412  812 MB  2.5 s each  0:34 left",
     ]  # left: 9 x 2 s and the evaluation's 6 s; then 8 x (2 + 5) / 2 s and 6 s
 
 
@@ -152,7 +152,7 @@ def test_panel_shows_what_it_must() -> None:
         "batch     0.630 [0.610, 0.650]  +0.030 since start  best 0.660 at 2",
         "gain/step   ██    highest +0.040 at step 1",
         "              ▀▀  lowest  -0.020 at step 2",
-        "no signal in 2/8 groups  ratio deviation 0.0e+00  grad norm 0.412  2.5 s each  812 MB",
+        "no signal in 2/8 groups  ratio deviation 0.0e+00  grad norm 0.412  812 MB  2.5 s each",
     ]  # left: 7 x (2 x 2 + 1 x 5) / 3 s and 6 s
 
 
@@ -164,6 +164,7 @@ def test_panel_fits_a_narrow_terminal() -> None:
     rows = shown(display, 40).splitlines()
     assert len(rows) == 6
     assert all(len(row) <= 40 for row in rows)
+    assert "812 MB" in shown(display, 80)
 
 
 def test_changes_between_evaluations_of_different_size_are_only_about() -> None:

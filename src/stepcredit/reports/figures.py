@@ -187,9 +187,10 @@ def step_bars(
                     class_=f"bar {role}",
                 )
             )
+    below = 14 if trained is None else 18
     every = math.ceil(steps * 17 / (frame.right - frame.left))
     parts += [
-        element("text", str(i), x=frame.px(i), y=frame.bottom + 18, text_anchor="middle")
+        element("text", str(i), x=frame.px(i), y=frame.bottom + below, text_anchor="middle")
         for i in range(0, steps, every)
     ]
     for i, share in enumerate(trained or ()):

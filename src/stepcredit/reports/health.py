@@ -43,7 +43,9 @@ def curves(run: RunFolder) -> list[Chart]:
             "Groups without signal",
             silent,
             "Share of groups whose members all earned the same credit.",
-            f"{style.percent(max(known(silent), default=None))} of the groups, at every iteration.",
+            f"{style.percent(max(known(silent), default=None))} of the groups, at every iteration."
+            if any(known(silent))
+            else "None: every group had one, at every iteration.",
             percent=True,
         ),
         curve(

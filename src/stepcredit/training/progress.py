@@ -214,8 +214,8 @@ def _health(metrics: Mapping[str, Any]) -> list[str]:
         f"ratio deviation {ratio:.1e}" if ratio is not None else "",
         f"grad norm {norm:.3g}" if norm is not None else "",
         f"{failed} samples failed" if failed else "",
-        f"{seconds:.2g} s each" if seconds is not None else "",
         f"{memory:.0f} MB" if memory is not None else "",
+        f"{seconds:.2g} s each" if seconds is not None else "",
     ]
     return [word for word in words if word]
 
