@@ -9,7 +9,7 @@ import re
 import socket
 import string
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,8 @@ class Script:
     def __init__(self) -> None:
         self.answers: list[bytes | None] = []
         self.requests: list[tuple[str, bytes]] = []
+        self.respond: Callable[[dict[str, Any]], object] | None = None
+        """Answers a JSON message with another, when no answer is prepared."""
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._run, daemon=True).start()
@@ -106,6 +108,8 @@ class Script:
                 head = b"".join(iter(stream.readline, b"\r\n")).decode("latin-1")
                 length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
                 self.requests.append((head, stream.read(int(length[1])) if length else b""))
+                if not self.answers and self.respond:
+                    self.json(self.respond(json.loads(self.requests[-1][1])))
                 answer = self.answers.pop(0) if self.answers else b""
                 if answer is None:  # silence
                     stream.read(1)

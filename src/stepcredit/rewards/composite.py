@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepcredit.rewards.base import Metadata, Reward, RewardError, RewardInfo, SelfTest, score
+from stepcredit.rewards.base import Metadata, Reward, RewardInfo, SelfTest, score
+from stepcredit.rewards.inputs import group_rows
 
 How = Literal["group_z", "weighted_sum"]
 _RELATIVE_SPREAD = 1e-6  # spreads below this share of the largest value are rounding, not preference
@@ -98,25 +99,10 @@ class Composite:
         if self.how == "weighted_sum":
             return {**native, "score": combine(oriented, self.weights, self.how)}
         result = torch.full((len(images),), float("nan"))
-        for group in self._groups(prompts, metadata):
+        for group in group_rows("composite", prompts, metadata, self.group_size):
             rows = torch.tensor(group)
             result[rows] = combine({name: values[rows] for name, values in oriented.items()}, self.weights, self.how)
         return {**native, "score": result}
-
-    def _groups(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> list[list[int]]:
-        size = self.group_size
-        if size is not None:
-            if len(prompts) % size:
-                raise RewardError(f"reward 'composite': {len(prompts)} images do not divide into groups of {size}")
-            return [list(range(start, start + size)) for start in range(0, len(prompts), size)]
-        groups: list[tuple[str, Metadata, list[int]]] = []
-        for index, (prompt, entry) in enumerate(zip(prompts, metadata, strict=True)):
-            rows = next((rows for text, known, rows in groups if text == prompt and known == entry), None)
-            if rows is None:
-                groups.append((prompt, entry, [index]))
-            else:
-                rows.append(index)
-        return [rows for _, _, rows in groups]
 
     def self_test(self) -> SelfTest:
         """The pair of the part with the largest weight; ``selftest.run`` tries every part on its own pair."""

@@ -61,3 +61,22 @@ def scatter(values: Tensor, valid: Tensor) -> Tensor:
     result = torch.full(valid.shape, float("nan"))
     result[valid] = values.detach().to("cpu", torch.float32)
     return result
+
+
+def group_rows(name: str, prompts: Sequence[str], metadata: Sequence[Metadata], size: int | None) -> list[list[int]]:
+    """Rows of each group: runs of ``size``, or with None all images of one prompt and equal metadata.
+
+    Raises RewardError when the batch does not divide into groups of that size.
+    """
+    if size is not None:
+        if len(prompts) % size:
+            raise RewardError(f"reward {name!r}: {len(prompts)} images do not divide into groups of {size}")
+        return [list(range(start, start + size)) for start in range(0, len(prompts), size)]
+    groups: list[tuple[str, Metadata, list[int]]] = []
+    for index, (prompt, entry) in enumerate(zip(prompts, metadata, strict=True)):
+        rows = next((rows for text, known, rows in groups if text == prompt and known == entry), None)
+        if rows is None:
+            groups.append((prompt, entry, [index]))
+        else:
+            rows.append(index)
+    return [rows for _, _, rows in groups]

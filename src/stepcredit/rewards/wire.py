@@ -151,14 +151,14 @@ def _refuse(constant: str) -> None:
 
 def encode_images(images: Tensor) -> list[str]:
     """Images ``[B, 3, H, W]`` in [0, 1] as base64 PNG: lossless after the one rounding to 8 bits."""
-    return [base64.b64encode(png(picture)).decode("ascii") for picture in to_pil(images)]
+    return [encode_picture(picture) for picture in to_pil(images)]
 
 
-def png(picture: Image.Image) -> bytes:
-    """A picture as PNG, compressed lightly."""
+def encode_picture(picture: Image.Image) -> str:
+    """A picture as base64 PNG, compressed lightly."""
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", compress_level=1)
-    return buffer.getvalue()
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def decode_image(text: str, limits: Limits) -> Tensor:
