@@ -7,7 +7,8 @@ Common keyword arguments:
 
 - ``trained``: bool, broadcastable to the credit. Only these steps enter the statistics; elsewhere the advantage is 0.
 - ``eps``: added to the standard deviation, so that a group of equal members gets 0.
-- ``global_std``: one standard deviation over all groups of the call in place of each group's own.
+- ``global_std``: the standard deviation of all groups of the call together in place of each group's own, distances
+  between groups included (Flow-GRPO's option); for ``centred``, which has none left, that of all centred credit.
 - ``clamp``: largest absolute advantage.
 
 NaN credit marks a failed sample: the statistics leave it out and its advantage is 0. Statistics are float64.
@@ -124,8 +125,13 @@ def _normalise(
     # a constant has no deviation: its mean's rounding error must not be divided by eps
     constant = _spread(value, seen, centre) == 0
     deviation = torch.where(seen & ~constant, value - mean, 0.0)
-    over = tuple(range(-value.ndim, 0)) if options.global_std else scale
-    std = _mean(deviation**2, seen, over).sqrt()
+    measured = deviation
+    if options.global_std:
+        pooled = (*range(-value.ndim, -2), *scale)
+        if centre == scale:  # of the credit as it is, so that distances between groups count
+            measured = torch.where(seen, value - _mean(value, seen, pooled), 0.0)
+        scale = pooled
+    std = _mean(measured**2, seen, scale).sqrt()
     advantage = (deviation / (std + options.eps)).clamp(-options.clamp, options.clamp)
     return torch.where(valid, advantage, 0.0).to(credit.dtype)
 

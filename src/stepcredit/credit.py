@@ -43,6 +43,8 @@ def gae(R: Tensor, lam: float) -> Tensor:
     if not 0 <= lam <= 1:
         raise ValueError(f"lam must be in [0, 1], not {lam}; 0 credits each step's own gain, 1 all that follows")
     d = gain(R)
+    if lam == 0:
+        return d  # 0 x NaN would carry a missing reward back to the steps before it
     credit = d.clone()
     for i in range(d.shape[-1] - 2, -1, -1):
         credit[..., i] += lam * credit[..., i + 1]
@@ -99,7 +101,7 @@ def turning_point_smooth(R: Tensor, temperature: float = 1.0) -> Tensor:
     with_trend = c.clamp(min=0)
     against_before = torch.cat([with_trend[..., :1], (-c[..., :-1]).clamp(min=0)], dim=-1)
     flip = torch.minimum(against_before, with_trend)
-    size = d.nan_to_num().square().mean(dim=(-2, -1), keepdim=True).sqrt()
+    size = d.square().nanmean(dim=(-2, -1), keepdim=True).sqrt()
     weight = torch.tanh(flip / (temperature * size).clamp(min=torch.finfo(d.dtype).tiny))
     return d + weight * (R[..., -1:] - R[..., 1:])
 

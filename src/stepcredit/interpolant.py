@@ -43,5 +43,5 @@ def full_precision(x: Tensor) -> Tensor:
 
 def per_sample(value: Time, like: Tensor) -> Tensor:
     """A scalar or one value per sample ``[B]``, shaped to broadcast against ``like`` ``[B, ...]``, in its dtype."""
-    value = torch.as_tensor(value, device=like.device).to(like.dtype)
+    value = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     return value.reshape(-1, *[1] * (like.ndim - 1)) if value.ndim else value

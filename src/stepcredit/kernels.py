@@ -138,6 +138,8 @@ def make(name: str, grid: Tensor, level: float | None = None) -> Kernel:
         raise ValueError(f"level of kernel {name!r} must be a finite number >= 0, not {level}")
     if name == "cps" and level > 1:
         raise ValueError(f"level of kernel 'cps' is an angle in quarter turns, in [0, 1], not {level}")
+    if name == "ode" and level != 0:
+        raise ValueError(f"kernel 'ode' has no noise, so its level is 0, not {level}")
     grid = grids.validate(grid)
     s, s_next = grid[:-1], grid[1:]
     std = std_of(s, s_next, level)

@@ -73,10 +73,12 @@ def step_weights(kind: StepWeight, kernel: Kernel, trained: Tensor, table: Seque
         weights = torch.ones(kernel.steps, dtype=torch.float64)
     elif kind == "std":
         weights = kernel.std / kernel.std[trained].mean()
-    else:
+    elif kind == "table":
         if table is None or len(table) != kernel.steps:
             raise ValueError(f"step weights need one number for each of the {kernel.steps} steps, not {table}")
         weights = torch.tensor(list(table), dtype=torch.float64)
         if bool((weights < 0).any()):
             raise ValueError(f"step weights must not be negative: {list(table)}")
+    else:
+        raise ValueError(f"unknown step weight {kind!r}; use 'none', 'std' (TempFlow-GRPO) or 'table'")
     return torch.where(trained, weights, 0.0)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from stepcredit import noise
 
 
@@ -51,12 +49,12 @@ def draw(prompts: Sequence[Prompt], n: int, *key: noise.Key) -> list[Prompt]:
     for prompt in prompts:
         by_tag.setdefault(prompt.tag, []).append(prompt)
     tags = sorted(by_tag)
-    tags = [tags[k] for k in torch.randperm(len(tags), generator=generator)]
+    tags = [tags[k] for k in generator.permutation(len(tags))]
     queues: dict[str, list[int]] = {tag: [] for tag in tags}
     drawn = []
     for slot in range(n):
         tag = tags[slot % len(tags)]
         if not queues[tag]:
-            queues[tag] = torch.randperm(len(by_tag[tag]), generator=generator).tolist()
+            queues[tag] = generator.permutation(len(by_tag[tag])).tolist()
         drawn.append(by_tag[tag][queues[tag].pop()])
     return drawn

@@ -95,7 +95,7 @@ class Evaluation:
 
 def read(path: Path, on: Sequence[Slot]) -> Evaluation:
     """An evaluation written before, without its images. Raises ValueError if it was made on other slots."""
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     if [(entry["slot"], entry["prompt"]) for entry in entries] != [(s.number, s.prompt.text) for s in on]:
         raise ValueError(f"{path} holds an evaluation on other prompts than the recipe asks for")
     rewards = [float("nan") if entry["reward"] is None else entry["reward"] for entry in entries]

@@ -57,6 +57,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
             lambda done: progress("rollout", done, recipe.steps),
         )
 
+    progress("scoring", 0, 1)
     with clock("scoring"):
         plan = parts.plan(groups)
         x_0 = clean_estimates(trajectory, plan, velocity, recipe.micro_batch)
@@ -70,6 +71,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     credit = credit_of(recipe, R, groups.trained)
     advantage = getattr(advantages, recipe.advantage)(credit, groups.trained, global_std=recipe.global_std)
 
+    progress("update", 0, 0)
     with clock("update"):
         reference = velocity_of(policy, cond, groups.prompt, reference=True) if recipe.kl_beta > 0 else None
         updates: list[UpdateStats] = []

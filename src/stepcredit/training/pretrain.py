@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -106,14 +107,12 @@ def pretrain(config: PretrainConfig, report: Callable[[Progress], None] = lambda
 
 def flow_matching_loss(policy: DeskPolicy, prompts: list[tasks.Prompt], config: PretrainConfig, step: int) -> Tensor:
     """Mean squared error of the velocity on one batch, a scalar. Source: flow matching (2210.02747)."""
-    seed = noise.seed_of("pretrain", config.seed, step)
-    x_0 = 2 * render_batch(prompts, seed % 2**31) - 1
-    generator = noise.generator("pretrain-noise", config.seed, step)
-    x_1 = torch.randn(x_0.shape, generator=generator)
+    generator = noise.generator("flow matching", config.seed, step)
+    x_0 = 2 * render_batch(prompts, int(generator.integers(2**31))) - 1
+    x_1 = torch.from_numpy(generator.standard_normal(x_0.shape, dtype=np.float32))
     # stratified: every batch covers the whole range of times
-    u = (torch.randperm(len(prompts), generator=generator) + torch.rand(len(prompts), generator=generator)) / len(
-        prompts
-    )
+    n = len(prompts)
+    u = torch.from_numpy((generator.permutation(n) + generator.random(n)) / n).float()
     t = config.shift * u / (1 + (config.shift - 1) * u)
     v = policy.velocity(interpolate(x_0, x_1, t), t, policy.encode([prompt.text for prompt in prompts]))
     return (v - (x_1 - x_0)).square().mean()

@@ -146,7 +146,7 @@ def _groups(recipe: Recipe, kernel: Kernel, iteration: int) -> Groups:
     if recipe.window_size is not None:
         first = _window_starts(start, stop, recipe.window_size, kernel)
         draws = [noise.generator("window", recipe.seed, iteration, p) for p in range(recipe.prompts_per_iteration)]
-        starts = [first[int(torch.randint(len(first), (), generator=generator))] for generator in draws]
+        starts = [first[int(generator.integers(len(first)))] for generator in draws]
         windows = [(w0, w0 + recipe.window_size) for w0 in starts]
     return rollout.groups(windows, recipe.group_size, kernel.trainable, recipe.shared_noise, recipe.branch)
 

@@ -183,6 +183,7 @@ def _finish(run: Run) -> dict[str, Any]:
         "exact_before": _interval(before.exact_rate),
         "exact_after": _interval(after.exact_rate) if after else None,
         "per_tag": _per_tag(before, after),
+        "image_statistics": {"before": before.statistics, "after": after.statistics if after else None},
         "iterations": state.iteration,
         "updates": state.updates,
         "seconds": state.seconds,
