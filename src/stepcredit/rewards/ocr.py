@@ -28,11 +28,12 @@ _NAN = OcrScore(float("nan"), float("nan"), False, float("nan"), 0, float("nan")
 class RapidOcr:
     """The RapidOCR engine with the models of its wheel: no download, one thread.
 
-    ``detect=False`` skips the text detector (nine tenths of the time) and reads the whole image as a single line.
-    One instance serves one thread at a time.
+    ``side``: smaller pictures are enlarged to this shortest side before text is looked for, which is most of the
+    time; 320 reads small pictures six times faster than the engine's own 736. ``detect=False`` looks for nothing and
+    reads the whole image as a single line. One instance serves one thread at a time.
     """
 
-    def __init__(self, detect: bool = True, min_confidence: float = 0.5) -> None:
+    def __init__(self, detect: bool = True, side: int = 736, min_confidence: float = 0.5) -> None:
         try:
             from rapidocr import RapidOCR
         except ModuleNotFoundError as error:
@@ -43,6 +44,7 @@ class RapidOcr:
                 "Global.log_level": "error",
                 "Global.text_score": min_confidence,
                 "Global.use_det": detect,
+                "Det.limit_side_len": side,
                 "Global.use_cls": False,  # upside-down text is not what a prompt asks for
                 "EngineConfig.onnxruntime.intra_op_num_threads": 1,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
@@ -62,8 +64,9 @@ class Ocr:
 
     ``rule``: ``robust`` (see ``ocr_rules.robust``) or ``flow_grpo``, the published rule with its cliff, for comparison.
     The target is ``metadata["text"]`` if given, else every quoted span of the prompt (``flow_grpo``: always the first
-    pair of straight quotes). ``missing``: what to do without a target, ``fail`` or ``nan``. ``workers``: threads, by
-    default as many as torch uses. ``engine``: another reader, best a different one in evaluation than in training.
+    pair of straight quotes). ``missing``: what to do without a target, ``fail`` or ``nan``. ``detect`` and ``side``:
+    see ``RapidOcr``. ``workers``: threads, by default as many as torch uses. ``engine``: another reader, best a
+    different one in evaluation than in training.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Ocr:
         rule: Literal["robust", "flow_grpo"] = "robust",
         missing: Literal["fail", "nan"] = "fail",
         detect: bool = True,
+        side: int = 736,
         single_quotes: bool = False,
         punctuation: Literal["keep", "drop"] = "keep",
         clutter: float = 0.15,
@@ -98,8 +102,12 @@ class Ocr:
             "confidence_weight": confidence_weight,
             "punctuation": punctuation,
         }
+        if side < 32:
+            raise ValueError(f"ocr: side must be at least 32; got {side}")
         count = 1 if engine else workers or max(1, min(torch.get_num_threads(), os.cpu_count() or 1, 8))
-        self._engines: list[Engine] = [engine] if engine else [RapidOcr(detect, min_confidence) for _ in range(count)]
+        self._engines: list[Engine] = (
+            [engine] if engine else [RapidOcr(detect, side, min_confidence) for _ in range(count)]
+        )
         self.info = RewardInfo(
             name="ocr",
             range=(0.0, 1.0),
