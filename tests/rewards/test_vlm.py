@@ -131,7 +131,12 @@ def test_the_server_is_asked_for_one_token_and_its_alternatives(
     assert head.startswith("POST /v1/chat/completions HTTP/1.1")
     assert "Authorization: Bearer key-of-the-server" in head
     assert {k: sent[k] for k in ("model", "temperature", "max_tokens", "logprobs", "top_logprobs", "seed")} == {
-        "model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20, "seed": 3
+        "model": "tiny",
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "seed": 3,
     }
     asked = {json.loads(body)["messages"][0]["content"][1]["text"] for _, body in script.requests}
     assert 'Does this image show "b "c""? Answer the question with Yes or No.' in asked
