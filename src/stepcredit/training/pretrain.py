@@ -28,7 +28,7 @@ class PretrainConfig:
     """Settings of a pretraining run; the defaults make the shipped model."""
 
     task: str = "compose"
-    steps: int = 9000
+    steps: int = 6500
     """Optimiser steps."""
     batch: int = 32
     """Pictures a step."""

@@ -39,8 +39,8 @@ class TrainState:
         """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
         moments = {}
         for name, parameter in self.parameters.items():
-            for key, value in self.optimiser.state[parameter].items():
-                moments[f"{name}/{key}"] = value
+            state = self.optimiser.state.get(parameter) or _untouched(parameter)
+            moments |= {f"{name}/{key}": value for key, value in state.items()}
         weights = {name: p.detach() for name, p in self.parameters.items()}
         return {"weights": weights, "ema": self.ema.shadow, "optimizer": moments}
 
@@ -79,6 +79,12 @@ class TrainState:
         self.iteration, self.updates, self.skipped = checkpoint.iteration, counters["updates"], counters["skipped"]
         self.model_evaluations, self.seconds = counters["model_evaluations"], counters["seconds"]
         self.best = (-math.inf, 0) if counters["best"] is None else (counters["best"][0], counters["best"][1])
+
+
+def _untouched(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """AdamW's state before its first step, so that a checkpoint has its full size from the beginning."""
+    zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+    return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def fresh(policy: Policy, recipe: Recipe) -> TrainState:

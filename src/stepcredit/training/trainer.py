@@ -82,7 +82,9 @@ def train(
         if origin is not None:
             write_text_atomic(folder / "origin.json", origin)
         write_text_atomic(folder / "ledger.json", _json({**vars(parts.cost), **parts.cost.per_trajectory()}))
-        checkpoint.rehearse_write(folder / "checkpoints", state.tensors(), state.counters())
+        checkpoint.rehearse_write(
+            folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
+        )
 
     display.start(recipe.iterations, state.iteration, header(parts))
     try:
@@ -207,10 +209,15 @@ def _finish(run: Run) -> dict[str, Any]:
 
 
 def _save(run: Run) -> None:
-    state, best = run.state, run.state.best[1] or None
-    folder = run.folder / "checkpoints"
+    state = run.state
     checkpoint.save(
-        folder, state.iteration, state.tensors(), state.counters(), keep=run.parts.recipe.keep_checkpoints, best=best
+        run.folder / "checkpoints",
+        state.iteration,
+        state.tensors(),
+        state.counters(),
+        keep=run.parts.recipe.keep_checkpoints,
+        best=state.best[1] or None,
+        warn=run.display.message,
     )
 
 
@@ -218,7 +225,7 @@ def _restore(run: Run) -> None:
     try:
         saved = checkpoint.load(run.folder / "checkpoints", warn=run.display.message)
     except checkpoint.CheckpointError as error:
-        if (run.folder / "checkpoints").exists() and any((run.folder / "checkpoints").glob("step-*")):
+        if checkpoint.steps(run.folder / "checkpoints"):
             raise UserError(str(error)) from error
         run.display.message("no checkpoint was written yet; starting from the beginning")
         truncate_lines_after(run.metrics, lambda line: False)

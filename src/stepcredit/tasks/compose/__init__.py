@@ -1,1 +1,1 @@
-"""The desk task ``compose``: coloured shapes on a 32x32 canvas in GenEval's six categories."""
+"""The desk task ``compose``: coloured shapes on a 24x24 canvas in GenEval's six categories."""
