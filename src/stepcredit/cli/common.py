@@ -50,11 +50,9 @@ def parse_with_recipe(own: type[Args], command: str, argv: Sequence[str], base: 
         for key, field in Recipe.model_fields.items()
         if key not in {f.name for f in dataclasses.fields(own)}  # type: ignore[arg-type]
     ]
-    keys = dataclasses.make_dataclass("recipe_keys", fields)
-    both = dataclasses.make_dataclass(
-        "both",
-        [("own", tyro.conf.OmitArgPrefixes[own]), ("keys", tyro.conf.OmitArgPrefixes[keys])],  # type: ignore[valid-type]
-    )
+    keys: Any = dataclasses.make_dataclass("recipe_keys", fields)
+    flat: Any = tyro.conf.OmitArgPrefixes
+    both: Any = dataclasses.make_dataclass("both", [("own", flat[own]), ("keys", flat[keys])])
     result = tyro.cli(both, prog=f"stepcredit {command}", args=list(argv), description=own.__doc__)
     given = {key: value for key, value in vars(result.keys).items() if value != shown[key]}
     recipe = recipes.build({**shown, **given}, "the command line") if given else start

@@ -91,7 +91,7 @@ def calibrate(parts: Setup) -> dict[str, float]:
             policy.velocity(x, t, take(cond, torch.arange(n)))
 
     def backward() -> None:
-        policy.velocity(x, t, cond).square().mean().backward()  # type: ignore[no-untyped-call]
+        policy.velocity(x, t, cond).square().mean().backward()
         for _, parameter in policy.named_parameters():
             parameter.grad = None
 

@@ -87,7 +87,7 @@ def pretrain(config: PretrainConfig, report: Callable[[Progress], None] = lambda
         loss = flow_matching_loss(policy, drawn, config, step)
         if not math.isfinite(float(loss.detach())):
             raise FloatingPointError(f"the loss is not finite at step {step}; lower muon_lr and adam_lr")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         scale = _schedule(step, config)
         for optimiser, rates in zip(optimisers, peaks, strict=True):
@@ -127,7 +127,8 @@ def metadata(config: PretrainConfig) -> dict[str, str]:
 
 
 def _optimisers(model: nn.Module, config: PretrainConfig) -> list[torch.optim.Optimizer]:
-    inner, outer = [], []
+    inner: list[nn.Parameter] = []
+    outer: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (inner if name.startswith("blocks.") and parameter.ndim == 2 else outer).append(parameter)
     return [

@@ -37,7 +37,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
-        moments = {}
+        moments: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             state = self.optimiser.state.get(parameter) or _untouched(parameter)
             moments |= {f"{name}/{key}": value for key, value in state.items()}

@@ -268,7 +268,7 @@ def _signals(run: Run) -> Iterator[None]:
         run.stop.reason = "interrupted" if number == signal.SIGINT else "terminated"
         run.display.message(f"{run.stop.reason}: ending after this iteration, which is saved (Ctrl-C again: at once)")
 
-    old: dict[int, Any] = {}
+    old: dict[signal.Signals, Any] = {}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             old[number] = signal.signal(number, handle)

@@ -67,7 +67,7 @@ def accumulate(
                 terms = terms + kl_beta * penalty
                 kl_sum[i] += float(penalty.detach().sum())
             loss = terms.sum() / total
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             with torch.no_grad():
                 loss_sum += float(loss)
                 deviation = max(deviation, float((log_ratio.exp() - 1).abs().max()))

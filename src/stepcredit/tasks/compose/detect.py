@@ -122,7 +122,8 @@ def _templates(height: int, width: int) -> tuple[_Floats, _Floats]:
         steps = np.subtract.outer(np.arange(extent + 2), np.arange(extent + 2))
         reach = np.arange(-9, 10)
         weights = np.exp(-np.square(steps) / (2 * sigma**2)) / np.exp(-np.square(reach) / (2 * sigma**2)).sum()
-        return weights.astype(np.float32)
+        result: _Floats = weights.astype(np.float32)
+        return result
 
     u, v = unit(width)[None, :, None, :], unit(height)[:, None, :, None]
     stacks = []
