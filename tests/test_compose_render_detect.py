@@ -243,7 +243,7 @@ def test_exact_is_where_partial_credit_is_full() -> None:
     assert exact.dtype == torch.bool
     assert torch.equal(values == 1, exact)
     assert bool(exact[::2].all())
-    assert 0 < int(((values > 0) & (values < 1)).sum())
+    assert int(((values > 0) & (values < 1)).sum()) > 0
 
 
 def test_reward_self_test_and_options() -> None:

@@ -73,6 +73,7 @@ def test_number_of_adapter_parameters_by_hand():
 
 def test_parameter_counts_of_the_published_configurations():
     from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+
     from stepcredit.policies.diffusers_flux import Flux
     from stepcredit.policies.diffusers_sd3 import StableDiffusion3
 

@@ -40,7 +40,11 @@ def clip_config() -> dict[str, Any]:
         "projection_dim": 12,
         "text_config": {**shared, **text, "hidden_act": "gelu", "projection_dim": 12},
         "vision_config": {
-            **{**shared, "hidden_size": 24, "image_size": 28, "patch_size": 14, "hidden_act": "gelu"},
+            **shared,
+            "hidden_size": 24,
+            "image_size": 28,
+            "patch_size": 14,
+            "hidden_act": "gelu",
             "projection_dim": 12,
         },
     }
