@@ -30,10 +30,14 @@ class Task:
     reward: str
     """Registered name of the reward."""
     model: str
-    """Base model: the name of a bundled desk model."""
+    """Base model: the name of a bundled desk model, or the hub id of a pipeline."""
     train: Callable[[], Sequence[Prompt]]
     heldout: Callable[[], Sequence[Prompt]]
     """Shares no prompt with ``train``."""
+    apart: Callable[[Sequence[Prompt], Sequence[Prompt]], Sequence[Prompt]] = lambda train, heldout: train
+    """Training prompts without those that ask for what is held out, for tasks whose ``train`` does not see to it."""
+    practice: Callable[[], Sequence[Prompt]] | None = None
+    """Prompts of our own for a rehearsal, where ``train`` or ``heldout`` need files of others."""
 
 
 def draw(prompts: Sequence[Prompt], n: int, *key: noise.Key) -> list[Prompt]:

@@ -20,9 +20,9 @@ class Recipe(BaseModel):
 
     # What is trained on what
     task: str = "compose"
-    """Prompts, reward and base model: `compose`."""
+    """Prompts, reward and base model: `compose` on the desk; `geneval`, `ocr` and `pickscore` for pipelines."""
     model: str | None = None
-    """Base model in place of the task's own: a path to a desk model's safetensors."""
+    """Base model in place of the task's own: a desk model's safetensors, or the folder or hub id of a pipeline."""
     reward: str | None = None
     """Reward in place of the task's own, by its registered name."""
     train_prompts: Path | None = None
@@ -33,6 +33,32 @@ class Recipe(BaseModel):
     """Seed of prompts, noise and windows; the same seed gives the same run."""
     iterations: int = Field(30, ge=1)
     """Rollouts to make; each is followed by `updates_per_rollout` optimiser steps."""
+
+    # Models of diffusers alone; a desk model refuses them
+    revision: str | None = None
+    """Commit, tag or branch of the hub repository."""
+    resolution: int | None = Field(None, ge=16)
+    """Height and width of the images in pixels; 512 by default."""
+    guidance_scale: float | None = Field(None, ge=0)
+    """Guidance as the pipeline's own argument; the family's usual one by default."""
+    max_sequence_length: int | None = Field(None, ge=1)
+    """Tokens for the long text encoder; the pipeline's default by default."""
+    tuning: Literal["lora", "full"] = "lora"
+    """Train LoRA adapters, or the whole transformer (a KL penalty then keeps a second copy of it)."""
+    lora_rank: int = Field(32, ge=1, le=1024)
+    """Rank of the adapters."""
+    lora_alpha: float = Field(64.0, gt=0)
+    """Scale of the adapters, which are multiplied by alpha / rank."""
+    lora_targets: tuple[str, ...] | None = Field(None, min_length=1)
+    """Name endings of the linear layers to adapt; the published ones of the model's family by default."""
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Precision of the transformer; the family's published one by default. Steps and adapters are always float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: much less memory, about a third more time."""
+    decode_batch: int = Field(8, ge=1)
+    """Images that the autoencoder decodes at a time."""
+    embedding_cache: str | None = Field(None, min_length=1)
+    """Folder of text embeddings, `auto` for the user's cache; prompts are encoded once, then the encoders are freed."""
 
     # The batch: three numbers, everything else follows
     prompts_per_iteration: int = Field(8, ge=1)
@@ -185,7 +211,7 @@ def text(name: str) -> str:
             f"no recipe {name!r}{nearest(name, names())} `stepcredit recipes` lists the bundled ones; "
             "a recipe of your own is given as the path of its .yaml file"
         )
-    return _folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return str(_folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
