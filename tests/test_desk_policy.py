@@ -206,7 +206,7 @@ class TestRefusal:
 
     def refuses(self, tmp_path, tensors, header, match):
         path = tmp_path / "bad.safetensors"
-        save_file(tensors, path, metadata=header)
+        save_file(tensors, path, metadata={"stepcredit": json.dumps(header)})
         with pytest.raises(ValueError, match=match):
             DeskPolicy.load(path)
 

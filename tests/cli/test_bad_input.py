@@ -22,7 +22,7 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kernel", "ddim", "--level", "1.5"], ["level 1.5", "'ddim'", "step 8", "1.177"]),
+        (["--kernel", "ddim", "--level", "1.5"], ["level 1.5", "'ddim'", "step 7", "1.177"]),
         (["--window", "3", "12"], ["window [3, 12)", "10 steps"]),
         (["--window", "5", "5"], ["window [5, 5)"]),
         (

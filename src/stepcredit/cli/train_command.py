@@ -49,7 +49,10 @@ def run(argv: Sequence[str]) -> int:
     else:
         parsed = parse_with_recipe(Train, "train", argv)
         recipe = parsed.recipe
-        folder = safe_run_dir(parsed.own.out, parsed.own.name or _free_name(parsed.own.out, Path(parsed.source).stem))
+        name = parsed.own.name
+        if name is None:
+            name = _free_name(parsed.own.out, Path(parsed.source).stem)
+        folder = safe_run_dir(parsed.own.out, name)
     display = make_display(quiet=parsed.own.quiet)
     origin = None if resumed else json.dumps({"recipe": parsed.source, "overrides": _plain(parsed.overrides)})
     summary = train(recipe, folder, display, resume=resumed is not None, origin=origin)

@@ -27,6 +27,7 @@ from stepcredit.policies.base import Conditioning
 from stepcredit.policies.desk_model import DeskConfig, DeskTransformer
 
 FORMAT = "stepcredit-desk-1"
+_ENTRY = "stepcredit"
 SHIFT = 3.0
 """Of the time grid, as SD3.5-M."""
 LANGUAGES = {"compose": "stepcredit.tasks.compose.prompts"}
@@ -103,7 +104,8 @@ class DeskPolicy:
         _require_finite(tensors, "the model")
         path = Path(path)
         partial = path.with_name(path.name + ".tmp")
-        save_file(tensors, partial, metadata={**header, **(metadata or {})})
+        # one entry: safetensors writes several in an order that differs from file to file
+        save_file(tensors, partial, metadata={_ENTRY: json.dumps({**header, **(metadata or {})})})
         os.replace(partial, path)
 
     @property
@@ -161,12 +163,17 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         raise FileNotFoundError(f"there is no file {path}; `stepcredit pretrain` makes a desk model")
     try:
         with safe_open(path, framework="pt") as file:
-            header = dict(file.metadata() or {})
+            entry = (file.metadata() or {}).get(_ENTRY, "{}")
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or make it anew") from error
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a desk model: its format is {header.get('format')!r}, not {FORMAT!r}")
-    return header
+    try:
+        header = json.loads(entry)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a desk model: its header is not JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else header
+        raise ValueError(f"{path} is not a desk model: its format is {found!r}, not {FORMAT!r}")
+    return {str(key): str(value) for key, value in header.items()}
 
 
 def _language(task: str) -> Any:
