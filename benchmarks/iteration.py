@@ -20,9 +20,9 @@ import stepcredit  # noqa: F401  (sets the thread policy before torch is loaded)
 from stepcredit.cli.plan_command import calibrate
 from stepcredit.training import recipe as recipes
 from stepcredit.training.iteration import iterate
+from stepcredit.training.records import machine
 from stepcredit.training.setup import setup
 from stepcredit.training.state import fresh
-from stepcredit.training.trainer import machine
 
 METHODS = {
     "uniform": ("compose-uniform", {}),

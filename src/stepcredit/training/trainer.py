@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import platform
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from stepcredit.errors import UserError
 from stepcredit.reports import run as report
@@ -22,22 +14,16 @@ from stepcredit.training import checkpoint, pictures
 from stepcredit.training import recipe as recipes
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, paired, read
 from stepcredit.training.files import append_line, truncate_lines_after, write_text_atomic
+from stepcredit.training.interrupt import Stop, interruptible
 from stepcredit.training.iteration import Clock, iterate
 from stepcredit.training.recipe import Recipe
+from stepcredit.training.records import machine, to_json
 from stepcredit.training.setup import Setup, setup
 from stepcredit.training.state import TrainState, fresh
 from stepcredit.training.telemetry import Display, memory_mb
 
 REPORT_IMAGES = 24
 """Images kept of the evaluation before and after, for the report."""
-
-
-@dataclass
-class Stop:
-    """Why a run should end after the iteration in hand."""
-
-    reason: str | None = None
-    signal: int | None = None
 
 
 @dataclass
@@ -81,21 +67,21 @@ def train(
         write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
         if origin is not None:
             write_text_atomic(folder / "origin.json", origin)
-        write_text_atomic(folder / "ledger.json", _json({**vars(parts.cost), **parts.cost.per_trajectory()}))
+        write_text_atomic(folder / "ledger.json", to_json({**vars(parts.cost), **parts.cost.per_trajectory()}))
         checkpoint.rehearse_write(
             folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
         )
 
     display.start(recipe.iterations, state.iteration, header(parts))
     try:
-        with _signals(run):
+        with interruptible(run.stop, display.message):
             _before(run)
             while state.iteration < recipe.iterations and run.stop.reason is None:
                 line = iterate(parts, state, display.phase)
                 done = state.iteration == recipe.iterations or run.stop.reason is not None
                 line["memory_mb"] = memory_mb()
                 line["evaluation"] = _during(run) if _due(recipe.eval_every, state.iteration) and not done else None
-                append_line(run.metrics, _json(line))
+                append_line(run.metrics, to_json(line))
                 display.iteration(line)
                 if done or _due(recipe.checkpoint_every, state.iteration) or line["evaluation"]:
                     _save(run)
@@ -140,7 +126,7 @@ def _before(run: Run) -> None:
     run.before.write(path)
     pictures.save_grid(run.folder / "samples" / "before.png", run.before.images)
     line = {"iteration": 0, "evaluation": run.before.as_dict(), "seconds": clock.seconds["evaluation"]}
-    append_line(run.metrics, _json(line))
+    append_line(run.metrics, to_json(line))
     run.display.iteration(line)
 
 
@@ -200,7 +186,7 @@ def _finish(run: Run) -> dict[str, Any]:
         after.write(run.folder / "evaluations" / "after.jsonl")
         pictures.save_grid(run.folder / "samples" / "after.png", after.images)
         pictures.save_index(run.folder / "samples" / "samples.json", before, after, REPORT_IMAGES)
-    write_text_atomic(run.folder / "summary.json", _json(summary, indent=2))
+    write_text_atomic(run.folder / "summary.json", to_json(summary, indent=2))
     try:
         report.write(run.folder)
     except Exception as error:  # a report must never cost a run
@@ -257,43 +243,6 @@ def stored_recipe(folder: Path) -> Recipe:
     return recipes.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-@contextmanager
-def _signals(run: Run) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after the iteration in hand; a second Ctrl-C ends it at once."""
-
-    def handle(number: int, frame: object) -> None:
-        if run.stop.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        run.stop.signal = number
-        run.stop.reason = "interrupted" if number == signal.SIGINT else "terminated"
-        run.display.message(f"{run.stop.reason}: ending after this iteration, which is saved (Ctrl-C again: at once)")
-
-    old: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            old[number] = signal.signal(number, handle)
-    except ValueError:  # not in the main thread: signals belong to the caller
-        pass
-    try:
-        yield
-    finally:
-        for number, previous in old.items():
-            signal.signal(number, previous)
-
-
-def machine() -> dict[str, Any]:
-    """Where a run was made, for its summary."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _due(every: int, iteration: int) -> bool:
     return every > 0 and iteration % every == 0
 
@@ -316,16 +265,3 @@ def _spans(steps: list[int]) -> str:
         else:
             spans.append([step, step])
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    """Numbers that JSON cannot hold become null."""
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
