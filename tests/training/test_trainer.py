@@ -245,6 +245,15 @@ def test_rewards_that_break_their_contract_stop_the_run_with_a_sentence(tmp_path
     assert "'faulty'" in str(caught.value)
 
 
+def test_a_run_that_failed_before_it_began_may_be_begun_again_under_its_name(tmp_path, small, monkeypatch):
+    monkeypatch.setitem(registry._registered, "faulty", lambda: Faulty(torch.zeros_like))
+    with pytest.raises(RewardError):
+        run(small(reward="faulty"), tmp_path / "run")
+    run(small(iterations=1), tmp_path / "run")
+    with pytest.raises(UserError, match="exists"):
+        run(small(iterations=1), tmp_path / "run")
+
+
 def test_failed_samples_end_the_run_or_leave_their_group(tmp_path, small, monkeypatch):
     monkeypatch.setitem(registry._registered, "faulty", lambda: Faulty(some_nan))
     with pytest.raises(RewardError, match="on_reward_failure"):

@@ -55,7 +55,7 @@ def train(
     """
     if resume:
         recipe = _resumed_recipe(recipe, folder)
-    elif folder.exists():
+    elif folder.exists() and not _never_started(folder):
         raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
     parts = setup(recipe)
     state = fresh(parts.policy, recipe)
@@ -63,7 +63,7 @@ def train(
     if resume:
         _restore(run)
     else:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
         if origin is not None:
             write_text_atomic(folder / "origin.json", origin)
@@ -88,6 +88,13 @@ def train(
             return _finish(run)
     finally:
         display.stop()
+
+
+def _never_started(folder: Path) -> bool:
+    """Whether a run folder holds nothing but the settings of a run that failed before its first evaluation."""
+    settings = {"recipe.yaml", "origin.json", "ledger.json"}
+    files = [path for path in folder.rglob("*") if not path.is_dir()]
+    return {path.relative_to(folder).as_posix() for path in files} <= settings and (folder / "recipe.yaml").exists()
 
 
 def header(parts: Setup) -> list[str]:
