@@ -9,10 +9,26 @@ from PIL import Image
 from stepcredit.cli import main
 from stepcredit.policies.desk import DeskPolicy
 
-FLAGS = (
-    "--reward jpeg_size --prompts-per-iteration 2 --group-size 4 --micro-batch 4 --steps 5 "
-    "--eval-prompts 12 --eval-prompts-during 6 --eval-every 2 --lr 0.01"
-).split()
+FLAGS = [
+    "--reward",
+    "jpeg_size",
+    "--prompts-per-iteration",
+    "2",
+    "--group-size",
+    "4",
+    "--micro-batch",
+    "4",
+    "--steps",
+    "5",
+    "--eval-prompts",
+    "12",
+    "--eval-prompts-during",
+    "6",
+    "--eval-every",
+    "2",
+    "--lr",
+    "0.01",
+]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ class PretrainConfig:
     """Settings of a pretraining run; the defaults make the shipped model."""
 
     task: str = "compose"
-    steps: int = 6500
+    steps: int = 9000
     """Optimiser steps."""
     batch: int = 32
     """Pictures a step."""
@@ -41,7 +41,7 @@ class PretrainConfig:
     adam_lr: float = 3e-3
     """Peak learning rate of all other weights."""
     warmup: int = 100
-    shift: float = 1.5
+    shift: float = 2.2
     """Times are those of a uniform grid, shifted towards noise by this much."""
     ema: float = 0.998
     """Highest decay of the moving average."""
