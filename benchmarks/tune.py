@@ -22,15 +22,12 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "tuning.jsonl"
 Trial = tuple[str, dict[str, Any]]
 
+FLOW_8 = {"kernel": "flow_sde", "level": 0.7, "window": "0 8"}
+CPS = {"kernel": "cps", "level": 0.7}
+DDIM = {"kernel": "ddim", "level": 0.7}
 TRIALS: list[Trial] = [
-    *(("compose-uniform", {"lr": lr}) for lr in (1e-4, 2e-4, 4e-4)),
-    *(("compose-stepwise", {"lr": lr}) for lr in (1e-4, 2e-4, 3e-4, 5e-4)),
-    *(("compose-stepwise-paper", {"lr": lr}) for lr in (2e-4, 4e-4)),
-    *(("compose-turning-point", {"lr": lr}) for lr in (2e-4, 3e-4)),
-    *(("compose-turning-point-paper", {"lr": lr}) for lr in (1e-4, 2e-4, 4e-4)),
-    *(("compose-gae", {"lr": lr}) for lr in (2e-4, 3e-4)),
-    *(("compose-tempflow", {"lr": lr}) for lr in (2e-4, 4e-4)),
-    *(("compose-stepwise", {"kernel": kernel, "level": level}) for kernel, level in (("ddim", 0.7), ("cps", 0.7))),
+    *(("compose-stepwise", {**kernel, "lr": 3e-4}) for kernel in (FLOW_8, CPS, DDIM)),
+    *(("compose-uniform", {**kernel, "lr": 2e-4}) for kernel in (FLOW_8, CPS)),
 ]
 
 
@@ -60,7 +57,7 @@ def main() -> None:
 def run(recipe: str, changes: dict[str, Any], seed: int) -> str:
     """Train one trial in a process of its own and append its result."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = [word for key, value in changes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        flags = [word for key, value in changes.items() for word in (f"--{key.replace('_', '-')}", *str(value).split())]
         command = [sys.executable, "-m", "stepcredit", "train", recipe, "--name", "trial", "--out", folder, "--quiet"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
