@@ -15,8 +15,8 @@ from stepcredit.errors import UserError
 from stepcredit.rewards.base import to_uint8
 from stepcredit.sampling import sample
 from stepcredit.tasks import files
-from stepcredit.training import checkpoint, pictures
-from stepcredit.training.setup import load_policy
+from stepcredit.training import checkpoint, models, pictures
+from stepcredit.training.setup import torch_device
 from stepcredit.training.state import load_weights
 
 
@@ -58,14 +58,15 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"--count and --enlarge must be at least 1, not {args.count} and {args.enlarge}")
     recipe = resolve(args.source)
     try:
-        policy = load_policy(recipe)
+        policy = models.load_policy(recipe, torch_device(recipe.device))
         task = tasks.get(recipe.task)
         if args.prompt:
             texts = list(args.prompt)
         elif args.prompts:
             texts = [prompt.text for prompt in files.read(args.prompts)]
         else:
-            texts = [prompt.text for prompt in tasks.draw(task.heldout(), args.count, "heldout")]
+            _, heldout = tasks.prompts_of(task, heldout=recipe.heldout_prompts, practice=models.is_tiny(recipe))
+            texts = [prompt.text for prompt in tasks.draw(heldout, args.count, "heldout")]
         if (Path(args.source) / "recipe.yaml").is_file() and args.weights != "base":
             saved = checkpoint.load(Path(args.source) / "checkpoints")
             load_weights(policy, saved, "ema" if args.weights == "ema" else "weights")

@@ -21,9 +21,16 @@ class Policy(Protocol):
     """
 
     name: str
-    latent_shape: tuple[int, ...]
-    forwards_per_velocity: int
-    """Network forwards behind one call of ``velocity`` per sample: 1, or 2 with classifier-free guidance."""
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one sample's latents."""
+        ...
+
+    @property
+    def forwards_per_velocity(self) -> int:
+        """Network forwards behind one call of ``velocity`` per sample: 1, or 2 with classifier-free guidance."""
+        ...
 
     @property
     def device(self) -> torch.device: ...

@@ -1,6 +1,17 @@
 """Rewards: ``get("ocr")`` builds one by name, ``score`` calls it and holds it to its contract."""
 
 from stepcredit.rewards.base import Reward, RewardError, RewardInfo, SelfTest, score
-from stepcredit.rewards.registry import FunctionReward, get, names, register
+from stepcredit.rewards.registry import FunctionReward, factory, get, names, register
 
-__all__ = ["FunctionReward", "Reward", "RewardError", "RewardInfo", "SelfTest", "get", "names", "register", "score"]
+__all__ = [
+    "FunctionReward",
+    "Reward",
+    "RewardError",
+    "RewardInfo",
+    "SelfTest",
+    "factory",
+    "get",
+    "names",
+    "register",
+    "score",
+]

@@ -62,14 +62,19 @@ def get(name: str, **options: Any) -> Reward:
     Raises ValueError for an unknown name (naming the nearest) or an unknown option (naming the known ones), and
     RewardError when the packages or weights that the reward needs are absent.
     """
-    factory = _registered.get(name) or _load(name)
-    signature = inspect.signature(factory)
+    make = factory(name)
+    signature = inspect.signature(make)
     try:
         signature.bind(**options)
     except TypeError as error:
         known = ", ".join(signature.parameters) or "none"
         raise ValueError(f"reward {name!r}: {error}; its options are: {known}") from None
-    return factory(**options)
+    return make(**options)
+
+
+def factory(name: str) -> Factory:
+    """What ``get`` calls for a name, with its module imported and nothing loaded. Raises as ``get``."""
+    return _registered.get(name) or _load(name)
 
 
 def _load(name: str) -> Factory:
@@ -79,10 +84,10 @@ def _load(name: str) -> Factory:
         raise ValueError(f"unknown reward {name!r}; {hint}")
     module, _, attribute = _BUILT_IN[name].partition(":")
     try:
-        factory: Factory = getattr(importlib.import_module(module), attribute)
+        found: Factory = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise RewardError(f"reward {name!r} needs the package {error.name!r}, which is not installed") from error
-    return factory
+    return found
 
 
 @dataclass(frozen=True)

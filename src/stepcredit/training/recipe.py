@@ -34,7 +34,7 @@ class Recipe(BaseModel):
     iterations: int = Field(30, ge=1)
     """Rollouts to make; each is followed by `updates_per_rollout` optimiser steps."""
 
-    # Models of diffusers alone; a desk model refuses them
+    # Diffusers pipelines alone; a desk model refuses these
     revision: str | None = None
     """Commit, tag or branch of the hub repository."""
     resolution: int | None = Field(None, ge=16)
@@ -157,6 +157,8 @@ class Recipe(BaseModel):
     """Checkpoints kept beside the best one."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`."""
+    check_memory: bool = True
+    """Refuse to load a pipeline that by `plan`'s estimate needs more memory than the GPU has."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,10 +13,12 @@ from stepcredit.errors import UserError
 from stepcredit.kernels import Kernel
 from stepcredit.ledger import Ledger, ledger
 from stepcredit.policies.base import Policy, take
-from stepcredit.policies.desk import DeskPolicy
-from stepcredit.rewards.base import Reward
+from stepcredit.policies.diffusers_policy import DiffusersPolicy
+from stepcredit.rewards.base import Reward, RewardInfo, SelfTest
 from stepcredit.rollout import Groups, Velocity
-from stepcredit.tasks import Prompt, files
+from stepcredit.tasks import Prompt
+from stepcredit.training import models
+from stepcredit.training.budget import Budget, budget, check_memory
 from stepcredit.training.evaluation import Slot, slots
 from stepcredit.training.recipe import Recipe
 
@@ -42,6 +43,8 @@ class Setup:
     """The subset used while training."""
     cost: Ledger
     """Of one iteration."""
+    budget: Budget | None = None
+    """Memory and operations, for pipelines whose sizes are known without their weights."""
 
     @property
     def eval_steps(self) -> int:
@@ -88,43 +91,94 @@ def velocity_of(policy: Policy, cond: dict[str, Tensor], prompt: Tensor, referen
     return velocity
 
 
-def setup(recipe: Recipe) -> Setup:
-    """Build and check everything that a recipe names. Raises UserError with a sentence that helps."""
-    torch_device(recipe.device)
+def setup(recipe: Recipe, weights: bool = True) -> Setup:
+    """Build and check everything that a recipe names; what is large comes last. Raises UserError that helps.
+
+    Without ``weights`` nothing large is loaded: for pipelines there are then no prompts, the reward is a name, and the
+    policy is on the meta device, enough to plan with.
+    """
+    device = torch_device(recipe.device)
     try:
         task = tasks.get(recipe.task)
-        train = files.read(recipe.train_prompts) if recipe.train_prompts else task.train()
-        heldout = files.read(recipe.heldout_prompts) if recipe.heldout_prompts else task.heldout()
-        policy = load_policy(recipe)
+        policy = models.sketch(recipe)
         kernel = kernels.make(recipe.kernel, policy.grid(recipe.steps), recipe.level)
         groups = _groups(recipe, kernel, 1)
         trained = groups.layout.noisy.any(0)
         if recipe.window_size is not None:
             trained = kernel.trainable
-        weights = objective.step_weights(recipe.step_weight, kernel, trained, recipe.step_table)
+        step_weights = objective.step_weights(recipe.step_weight, kernel, trained, recipe.step_table)
         cost = ledger(groups.layout, _plan(recipe, groups, kernel), recipe.micro_batch)
-        reward = rewards.get(recipe.reward or task.reward)
+        needed = _budget(recipe, policy, cost)
+        name = recipe.reward or task.reward
+        if not weights and needed is not None:
+            return Setup(recipe, policy, _named(name), kernel, step_weights, (), (), (), cost, needed)
+        train, heldout = tasks.prompts_of(
+            task, recipe.train_prompts, recipe.heldout_prompts, practice=models.is_tiny(recipe)
+        )
+        reward = rewards.get(name)
+        if needed is not None:
+            if recipe.check_memory:
+                check_memory(needed, device)
+            policy = models.load_policy(recipe, device)
         policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     drawn = slots(tasks.draw(heldout, recipe.eval_prompts, "heldout"))
-    return Setup(
+    parts = Setup(
         recipe=recipe,
         policy=policy,
         reward=reward,
         kernel=kernel,
-        weights=weights,
+        weights=step_weights,
         train=train,
         heldout=tuple(drawn),
         heldout_during=tuple(drawn[: recipe.eval_prompts_during]),
         cost=cost,
+        budget=needed,
     )
+    _free_encoders(parts)
+    return parts
 
 
-def load_policy(recipe: Recipe) -> DeskPolicy:
-    """The base model that a recipe starts from. Raises ValueError or OSError if it cannot be loaded."""
-    task = tasks.get(recipe.task)
-    return DeskPolicy.load(Path(recipe.model)) if recipe.model else DeskPolicy.pretrained(task.model)
+def evaluation_images(recipe: Recipe) -> int:
+    """Images that the evaluations of a run sample: before, after, and during."""
+    during = (recipe.iterations - 1) // recipe.eval_every if recipe.eval_every else 0
+    return 2 * recipe.eval_prompts + during * recipe.eval_prompts_during
+
+
+def _budget(recipe: Recipe, policy: Policy, cost: Ledger) -> Budget | None:
+    """The budget of a pipeline that is a sketch so far; None for small models, which are there already."""
+    if policy.device.type != "meta" or not isinstance(policy, DiffusersPolicy):
+        return None
+    encoders = models.blueprint(recipe).encoder_parameters
+    return budget(recipe, policy, cost, encoders, evaluation_images(recipe))
+
+
+def _named(name: str) -> Reward:
+    """A reward that is known by name and not loaded. Raises ValueError for an unknown name."""
+    rewards.factory(name)
+
+    def absent(*_: object) -> list[float]:
+        raise ValueError(f"reward {name!r} was not loaded: this is a plan")
+
+    grey = torch.full((3, 8, 8), 0.5)
+    info = RewardInfo(name, (-float("inf"), float("inf")), "see docs/rewards.md", "not loaded")
+    return rewards.FunctionReward(info, absent, SelfTest(grey, grey, "", {}))
+
+
+def _free_encoders(parts: Setup) -> None:
+    """With an embedding cache, encode every prompt that the run will ask for, then free the text encoders."""
+    policy, recipe = parts.policy, parts.recipe
+    if not isinstance(policy, DiffusersPolicy) or recipe.embedding_cache is None:
+        return
+    asked = [slot.prompt.text for slot in parts.heldout] + [prompt.text for prompt in parts.train[:2]]
+    for iteration in range(recipe.iterations + 1):
+        drawn = tasks.draw(parts.train, recipe.prompts_per_iteration, recipe.seed, iteration)
+        asked += [prompt.text for prompt in drawn]
+    texts = list(dict.fromkeys(asked))
+    for start in range(0, len(texts), 16):
+        policy.encode(texts[start : start + 16])
+    policy.release_encoders()
 
 
 def torch_device(name: str) -> torch.device:
