@@ -179,6 +179,39 @@ def test_blurred_estimates_fade_instead_of_lying() -> None:
     assert counts[3] <= 0.02 * true
 
 
+@pytest.mark.parametrize("tag", p.TAGS)
+@pytest.mark.parametrize("sigma", [0.8, 1.2])
+def test_what_is_sure_in_a_blurred_picture_is_true(tag: str, sigma: float) -> None:
+    # The corners of a square melt first: it must become unsure, not a sure circle.
+    _, images, labels = _pictures(tag)
+    for objects, found in zip(labels, _sure(_blur(images, sigma)), strict=True):
+        assert {(seen.cls, seen.color) for seen in found} <= {(label.cls, label.color) for label in objects}
+
+
+def test_faint_objects_keep_their_shape_until_they_are_too_faint() -> None:
+    _, images, labels = _pictures("color_attr")
+    ground = images[:, :, :1, :1]  # a corner is background
+    for contrast, expected in ((0.75, 1.0), (0.55, 0.0)):
+        faded = ground + contrast * (images - ground)
+        found = _sure(faded)
+        assert sum(map(len, found)) == expected * sum(map(len, labels))
+        assert all(_same(*pair) for pair in zip(labels, found, strict=True)) is (expected == 1)
+
+
+@pytest.mark.parametrize("shape", p.SHAPES)
+def test_a_hue_between_two_colours_makes_one_object_of_the_nearer_colour(shape: str) -> None:
+    # Mottled about the middle of yellow and orange: single pixels are nearest to either.
+    yellow, orange = torch.tensor(PALETTE["yellow"]), torch.tensor(PALETTE["orange"])
+    wobble = torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) * 0.2
+    share = 0.36 + wobble  # of orange: .46 on average
+    paint = (1 - share) * yellow[:, None, None] + share * orange[:, None, None]
+    ground = torch.full((3, 24, 24), 0.62)
+    alpha = torch.zeros(24, 24)
+    alpha[6:14, 6:14] = torch.from_numpy(coverage(shape, 8))
+    (only,) = _sure((ground + alpha * (paint - ground))[None])[0]
+    assert (only.cls, only.color) == (shape, "yellow")
+
+
 def test_sure_detections_of_a_half_way_blend_are_few() -> None:
     prompts, images, labels = _pictures("two_object")
     by_ground = sorted(range(N), key=lambda i: prompts[i].metadata["background"])

@@ -26,15 +26,19 @@ FRINGE = 0.15
 """Least coverage of a neighbouring pixel that still widens the component's box."""
 COLOR_TOLERANCE = (0.15, 0.30)
 """Distance in RGB from the line background-colour: full trust up to the first value, none from the second on."""
+ALIKE = 0.12
+"""Distance in RGB below which two touching pixels belong to one object, whichever palette colour each is nearest to."""
 MIN_AREA, MIN_EXTENT = 8, 4
 """Components with fewer core pixels, or narrower, are taken for dirt."""
 MATCH = (0.55, 0.9)
 """Similarity to the best template at which the mask's quality is 0 and 1."""
+CONTRAST = (0.45, 0.7)
+"""Share of the palette colour's contrast to the background at which an object counts for nothing and in full."""
 BLURS = (0.0, 0.8, 1.2)
 """Gaussian blurs of the templates, in pixels: without them a soft square would pass for a circle."""
 SHARPNESS = (1.0, 0.9, 0.6)
 """Factor of the score for each blur."""
-TEMPERATURE = 0.03
+TEMPERATURE = 0.02
 """Of the softmax over the similarities to the six shapes."""
 ASPECT = (0.55, 0.8)
 """Shorter over longer side at which a component counts for nothing and in full: shapes here are as wide as high."""
@@ -88,15 +92,18 @@ def _color_coverage(images: _Floats) -> tuple[_Floats, _Ints]:
     return trusted.reshape(B, -1, SIZE, SIZE), distance.argmin(1).reshape(B, SIZE, SIZE)
 
 
-def _components(core: _Ints, color: _Ints) -> _Ints:
+def _components(core: _Ints, color: _Ints, pixels: _Floats) -> _Ints:
     """Component of every core pixel, as the largest index among its pixels: flat padded positions ``[N]`` -> ``[N]``.
 
-    Pixels are joined when they touch, corners included, and share a colour (``color``, flat padded, -1 outside cores).
+    Pixels are joined when they touch, corners included, and share a colour (``color``, flat padded, -1 outside cores)
+    or look alike (``pixels``, flat padded ``[.., 3]``): a hue between two palette colours stays one object.
     """
     index = np.full(color.shape, -1)
     index[core] = np.arange(len(core))
     around = core[:, None] + _NEIGHBOURS
-    neighbours = np.where(color[around] == color[core][:, None], index[around], np.arange(len(core))[:, None])
+    alike = np.square(pixels[around] - pixels[core][:, None]).sum(2) < ALIKE**2
+    joined = (color[around] >= 0) & (alike | (color[around] == color[core][:, None]))
+    neighbours = np.where(joined, index[around], np.arange(len(core))[:, None])
     root = np.arange(len(core))
     while True:
         reached = np.maximum(root, root[neighbours].max(1))
@@ -143,23 +150,26 @@ def _ramp(value: _Floats, ends: tuple[float, float]) -> _Floats:
 def _classify(patches: _Floats, height: int, width: int) -> tuple[_Ints, _Floats, _Floats]:
     """Shape index ``[n]``, score ``[n]`` and box ``[n, 4]`` of coverage patches ``[n, h + 2, w + 2]``.
 
-    Similarity is Tanimoto's, A.T / (A.A + T.T - A.T): 1 for equal pictures, less for a faint one. The score is the
-    probability of the class times the quality of the mask, as in Mask2Former.
+    Similarity is Tanimoto's, A.T / (A.A + T.T - A.T), of patch and template brought to one norm: 1 for equal pictures,
+    faint or strong. The score is the probability of the class times the quality of the mask, as in Mask2Former; the
+    quality falls with blur, with contrast and where no template fits.
     """
     templates, boxes = _templates(height, width)
     flat = patches.reshape(len(patches), -1)
-    dot = flat @ templates
-    norms = np.square(flat).sum(1)[:, None] + np.square(templates).sum(0)
-    similarity = (dot / (norms - dot)).reshape(len(patches), len(SHAPES), -1)
+    dot, squares = flat @ templates, np.square(templates).sum(0)
+    cosine = dot / np.sqrt(np.square(flat).sum(1)[:, None] * squares)
+    similarity = (cosine / (2 - cosine)).reshape(len(patches), len(SHAPES), -1)
     by_shape = similarity.max(2)
-    best = by_shape.argmax(1)
-    top = by_shape.max(1)
+    best, top = by_shape.argmax(1), by_shape.max(1)
     probability = 1 / np.exp((by_shape - top[:, None]) / TEMPERATURE).sum(1)
-    variant = similarity[np.arange(len(best)), best].argmax(1)
+    rows = np.arange(len(best))
+    variant = similarity[rows, best].argmax(1)
+    column = best * similarity.shape[2] + variant
+    contrast = dot[rows, column] / squares[column]  # the factor by which the template fits the patch best
     box, sharpness = boxes[variant], np.array(SHARPNESS, np.float32)[variant // len(_INSETS) ** 2]
     sides = box[:, 2:] - box[:, :2]
-    score = probability * sharpness * _ramp(top, MATCH) * _ramp(sides.min(1) / sides.max(1), ASPECT)
-    return best, score, box
+    quality = sharpness * _ramp(contrast, CONTRAST) * _ramp(top, MATCH) * _ramp(sides.min(1) / sides.max(1), ASPECT)
+    return best, probability * quality, box
 
 
 def _detect_chunk(images: _Floats) -> list[list[Detection]]:
@@ -168,14 +178,17 @@ def _detect_chunk(images: _Floats) -> list[list[Detection]]:
     trusted, nearest = _color_coverage(images)
     soft = np.zeros((B, len(COLORS), _PAD, _PAD), np.float32)
     soft[:, :, 1:-1, 1:-1] = trusted
-    own = np.take_along_axis(trusted, nearest[:, None], axis=1)[:, 0]
+    own = np.zeros((B, _PAD, _PAD), np.float32)  # coverage by the colour that explains the pixel best
+    own[:, 1:-1, 1:-1] = np.take_along_axis(trusted, nearest[:, None], axis=1)[:, 0]
     padded = np.full((B, _PAD, _PAD), -1)
-    padded[:, 1:-1, 1:-1] = np.where(own >= CORE, nearest, -1)
+    padded[:, 1:-1, 1:-1] = np.where(own[:, 1:-1, 1:-1] >= CORE, nearest, -1)
     color = padded.reshape(-1)
     core = np.flatnonzero(color >= 0)
     if not core.size:
         return found
-    root = _components(core, color)
+    pixels = np.zeros((B, _PAD, _PAD, 3), np.float32)
+    pixels[:, 1:-1, 1:-1] = images.transpose(0, 2, 3, 1)
+    root = _components(core, color, pixels.reshape(-1, 3))
     member = np.full(color.shape, -1)
     member[core] = root
 
@@ -201,7 +214,9 @@ def _detect_chunk(images: _Floats) -> list[list[Detection]]:
     y1, x1 = low(rows.min(1)), low(columns.min(1))
     height, width = high(rows.max(1)) - y1 + 1, high(columns.max(1)) - x1 + 1
     first = order[starts]
-    where, kind, label = image[first], color[core[first]], root[first]
+    where, label = image[first], root[first]
+    votes = np.add.reduceat((color[core] == np.arange(len(COLORS))[:, None])[:, order], starts, axis=1, dtype=np.int64)
+    kind = votes.argmax(0)
     kept = (area >= MIN_AREA) & (extent >= MIN_EXTENT)
 
     members = member.reshape(B, _PAD, _PAD)
@@ -211,8 +226,8 @@ def _detect_chunk(images: _Floats) -> list[list[Detection]]:
         at_x = (x1[group, None] - 1 + np.arange(w + 2))[:, None, :]
         at_image = where[group, None, None]
         others = members[at_image, at_y, at_x]
-        mine = (others < 0) | (others == label[group, None, None])
-        patches = soft[at_image, kind[group, None, None], at_y, at_x] * mine
+        edge = soft[at_image, kind[group, None, None], at_y, at_x] * (others < 0)
+        patches = np.where(others == label[group, None, None], own[at_image, at_y, at_x], edge)
         shape, score, box = _classify(patches, h, w)
         corner = np.stack([x1[group], y1[group]] * 2, axis=1) - 1  # out of the padding
         for b, s, c, p, xyxy in zip(where[group], shape, kind[group], score, box + corner, strict=True):
