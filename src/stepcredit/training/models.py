@@ -81,6 +81,12 @@ def load_policy(recipe: Recipe, device: torch.device | None = None) -> Policy:
     return _policy(recipe, pipe.to(device or torch.device("cpu")))
 
 
+def locate(recipe: Recipe) -> None:
+    """Raises PipelineError unless the recipe's pipeline is a folder, or the hub's cache or the hub itself has it."""
+    if not Path(model_of(recipe)).expanduser().is_dir():
+        _fetch(recipe, "model_index.json")
+
+
 def blueprint(recipe: Recipe) -> Blueprint:
     """Classes and configurations of the recipe's pipeline, from its folder, the table of known ones, or the hub."""
     spec = model_of(recipe)
@@ -147,8 +153,7 @@ def _pipeline(recipe: Recipe) -> Any:
     """The pipeline with its weights, in the precision of the recipe, on the CPU."""
     spec, diffusers = model_of(recipe), architectures.library()
     local = Path(spec).expanduser().is_dir()
-    if not local:
-        _fetch(recipe, "model_index.json")
+    locate(recipe)
     name = blueprint(recipe).pipeline
     precision = recipe.precision or architectures.family_class(name, spec).precision
     try:

@@ -112,13 +112,15 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         name = recipe.reward or task.reward
         if not weights and needed is not None:
             return Setup(recipe, policy, _named(name), kernel, step_weights, (), (), (), cost, needed)
+        if needed is not None:
+            if recipe.check_memory:
+                check_memory(needed, device)
+            models.locate(recipe)
         train, heldout = tasks.prompts_of(
             task, recipe.train_prompts, recipe.heldout_prompts, practice=models.is_tiny(recipe)
         )
         reward = rewards.get(name)
         if needed is not None:
-            if recipe.check_memory:
-                check_memory(needed, device)
             policy = models.load_policy(recipe, device)
         policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])
     except (ValueError, OSError) as error:
