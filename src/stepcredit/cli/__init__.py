@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "what a recipe costs, counted before anything runs",
     "check": "prove on this machine that a recipe can be trained: ratio 1, level 0 = ODE, reward, one update",
     "recipes": "list, show or copy the bundled recipes",
+    "export": "write a run's weights so that others open them: a LoRA for diffusers, a card, a before/after grid",
     "pretrain": "rebuild the base model of a desk task",
 }
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import tyro
 
-from stepcredit.cli.common import DEFAULT_RECIPE, console, parse_with_recipe, run_folder
+from stepcredit.cli.common import DEFAULT_RECIPE, Parsed, console, parse_with_recipe, run_folder
 from stepcredit.errors import UserError
 from stepcredit.training import recipe as recipes
+from stepcredit.training import rehearsal
 from stepcredit.training.files import safe_run_dir
 from stepcredit.training.recipe import Recipe
-from stepcredit.training.telemetry import make_display
+from stepcredit.training.telemetry import Display, make_display
 from stepcredit.training.trainer import stored_recipe, train
 
 
@@ -35,6 +36,8 @@ class Train:
     """Folder that holds the runs."""
     resume: str | None = None
     """Continue this run (name or folder) from its newest good checkpoint."""
+    rehearse: bool = False
+    """Run the recipe whole on a tiny model: two iterations, evaluation, checkpoint, resume, export, in a minute."""
     quiet: bool = False
     """Show warnings and the result only."""
 
@@ -51,13 +54,39 @@ def run(argv: Sequence[str]) -> int:
         recipe = parsed.recipe
         name = parsed.own.name
         if name is None:
-            name = _free_name(parsed.own.out, Path(parsed.source).stem)
+            stem = Path(parsed.source).stem + ("-rehearsal" if parsed.own.rehearse else "")
+            name = _free_name(parsed.own.out, stem)
         folder = safe_run_dir(parsed.own.out, name)
     display = make_display(quiet=parsed.own.quiet)
+    if parsed.own.rehearse:
+        return _rehearse(parsed, folder, display)
     origin = None if resumed else json.dumps({"recipe": parsed.source, "overrides": _plain(parsed.overrides)})
     summary = train(recipe, folder, display, resume=resumed is not None, origin=origin)
     _print_result(folder, summary)
     return 130 if summary["signal"] == signal.SIGINT else 0
+
+
+def _rehearse(parsed: Parsed[Train], folder: Path, display: Display) -> int:
+    """The recipe on tiny parts: half of it, a resumption for the rest, and the export."""
+    from stepcredit.training.export import export_run
+
+    if parsed.own.resume is not None:
+        raise UserError("--rehearse makes a run of its own and resumes that; leave --resume out")
+    out = console()
+    small = rehearsal.rehearsed(parsed.recipe, parsed.overrides)
+    out.print(f"[bold reverse]{rehearsal.LOUD}[/]")
+    out.print(rehearsal.replaced(parsed.recipe, small), markup=False)
+    origin = json.dumps({"recipe": parsed.source, "overrides": _plain(parsed.overrides), "rehearsal": True})
+    halfway = train(rehearsal.first_half(small), folder, display, origin=origin)
+    if halfway["signal"] is not None:
+        _print_result(folder, halfway)
+        return 130
+    summary = train(small, folder, display, resume=True)
+    _print_result(folder, summary)
+    exported = export_run(folder, folder / "export")
+    out.print(f"exported to {folder / 'export'}: largest difference of an image opened again {exported.difference:.1e}")
+    out.print(f"[bold reverse]{rehearsal.LOUD}[/]")
+    return 0
 
 
 def _base_of(folder: Path, argv: Sequence[str]) -> Recipe:
