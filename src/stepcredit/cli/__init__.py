@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 COMMANDS = {
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from stepcredit.errors import UserError, nearest
 
     command, *rest = arguments
+    warnings.formatwarning = _plain_warning
     try:
         if command not in COMMANDS:
             raise UserError(f"unknown command {command!r}{nearest(command, COMMANDS)} `stepcredit --help` lists them")
@@ -53,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as a sentence for the user; where in our code it was given is of no use to anyone."""
+    return f"warning: {message}\n"
 
 
 def _is_explained(error: Exception) -> bool:

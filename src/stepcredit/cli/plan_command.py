@@ -14,7 +14,8 @@ import tyro
 from stepcredit.cli.common import DEFAULT_RECIPE, console, parse_with_recipe, table
 from stepcredit.policies.base import take
 from stepcredit.rewards.base import score
-from stepcredit.training.setup import Setup, setup
+from stepcredit.training.budget import PEAK_TFLOPS, Budget
+from stepcredit.training.setup import Setup, evaluation_images, setup
 from stepcredit.training.trainer import header
 
 
@@ -37,7 +38,7 @@ class Plan:
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     parsed = parse_with_recipe(Plan, "plan", argv)
-    parts = setup(parsed.recipe)
+    parts = setup(parsed.recipe, weights=parsed.own.calibrate)
     numbers = describe(parts)
     if parsed.own.calibrate:
         numbers["calibration"] = calibrate(parts)
@@ -52,9 +53,7 @@ def describe(parts: Setup) -> dict[str, Any]:
     """The ledger of an iteration, per trajectory, of the run and of its evaluations, and the batch algebra."""
     recipe, cost = parts.recipe, parts.cost
     trainings = recipe.iterations
-    during = trainings // recipe.eval_every if recipe.eval_every else 0
-    during -= int(bool(recipe.eval_every) and trainings % recipe.eval_every == 0)
-    images = 2 * recipe.eval_prompts + during * recipe.eval_prompts_during
+    images = evaluation_images(recipe)
     return {
         "recipe": recipe.model_dump(mode="json"),
         **cost.per_trajectory(),
@@ -73,6 +72,7 @@ def describe(parts: Setup) -> dict[str, Any]:
         "trained_parameters": sum(p.numel() for _, p in parts.policy.named_parameters()),
         "trajectories_per_update": cost.trajectories // recipe.updates_per_rollout,
         "trained_steps": parts.weights.nonzero().flatten().tolist(),
+        **({"budget": parts.budget.as_dict()} if parts.budget else {}),
     }
 
 
@@ -149,6 +149,9 @@ def show(parts: Setup, numbers: dict[str, Any]) -> None:
         f"evaluations: {total['evaluation_images']} images in {parts.eval_steps} ODE steps each; "
         f"{numbers['trained_parameters']:,} trained parameters; {total['updates']} optimiser steps"
     )
+    if parts.budget is not None:
+        for line in budget_lines(parts.budget):
+            out.print(line)
     if "calibration" in numbers:
         measured = numbers["calibration"]
         out.print(
@@ -161,6 +164,32 @@ def show(parts: Setup, numbers: dict[str, Any]) -> None:
             f"so {measured['seconds_per_iteration']:.1f} s an iteration, {measured['seconds_training']:.0f} s of "
             f"training and {measured['seconds_evaluation']:.0f} s of evaluation"
         )
+
+
+def budget_lines(budget: Budget) -> list[str]:
+    """Parameters, memory and hours of a pipeline, estimated without its weights."""
+    parts = {
+        "weights": budget.weights_gib,
+        "training state": budget.training_state_gib,
+        "trajectories": budget.trajectories_gib,
+        "activations": budget.activations_gib,
+        "or decoding": budget.decoding_gib,
+        "reward": budget.reward_gib,
+    }
+    hours = []
+    for gpu, peak in PEAK_TFLOPS.items():
+        low, high = budget.hours(peak)
+        hours.append(f"{low:,.0f} to {high:,.0f} on one {gpu}")
+    return [
+        f"parameters: {budget.transformer_parameters / 1e9:.2f} B in the transformer, "
+        f"{budget.trained_parameters / 1e6:.1f} M trained, {budget.text_encoder_parameters / 1e9:.2f} B to encode text",
+        f"memory: about {budget.peak_gib:.0f} GiB at its peak ("
+        + ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
+        + ")",
+        f"operations: {budget.forward_tflop:.1f} TFLOP an evaluation, {budget.trained_tflop:.1f} trained, "
+        f"{budget.decode_tflop:.1f} a decode, {budget.iteration_tflop / 1e3:,.0f} PFLOP an iteration",
+        f"hours: {'; '.join(hours)}; without rewards, at 20 to 45 % of the peak. All estimated, none measured",
+    ]
 
 
 def _row(key: str, numbers: dict[str, Any], total: dict[str, Any]) -> list[str]:

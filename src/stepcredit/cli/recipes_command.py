@@ -34,6 +34,7 @@ def run(argv: Sequence[str]) -> int:
     if args.action == "list":
         rows = table("", "recipe", "credit", "kernel", "what")
         rows.columns[1].justify = rows.columns[2].justify = rows.columns[3].justify = "left"
+        rows.columns[0].no_wrap = True
         for name in recipes.names():
             recipe = recipes.load(name)
             rows.add_row(name, recipe.credit, recipe.kernel, _summary(name))
