@@ -36,7 +36,7 @@ def test_every_bundled_recipe_runs_from_end_to_end(name, tmp_path, capsys, desk_
     recipe = recipes.load(name)
     desk = models.is_desk(recipe)
     swap = ["--model", desk_model(recipe.task), "--reward", "jpeg_size"] if desk else []
-    small = ["--group-size", "2", "--eval-prompts", "4", "--eval-prompts-during", "2"]
+    small = ["--group-size", "2", "--micro-batch", "4", "--eval-prompts", "4", "--eval-prompts-during", "2"]
     assert main(["train", name, "--rehearse", "--quiet", "--out", str(tmp_path / "runs"), *small, *swap]) == 0
     printed = capsys.readouterr().out
     assert printed.count("REHEARSAL") == 2

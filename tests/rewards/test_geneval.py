@@ -247,6 +247,9 @@ def test_partial_credit_and_the_published_slip(
     options = {"mode": "flow_grpo", "weights": mask2former, "clip": clip_folder, "device": "cpu"}
     metadata = [_asks("single_object", {"class": "cat", "count": 1})]
     assert float(get("geneval", **options)(torch.zeros(1, 3, 40, 56), [""], metadata)) == 0.0
+    short = get("geneval_partial", weights=mask2former, clip=clip_folder, device="cpu")
+    assert float(short(torch.zeros(1, 3, 40, 56), [""], metadata)) == 0.0
+    assert short.exact(torch.zeros(1, 3, 40, 56), metadata).tolist() == [True]  # officially three cats are a cat
     slip = get("geneval", reproduce_bug=True, **options)
     assert float(slip(torch.zeros(1, 3, 40, 56), [""], metadata)) == -1.0
     assert slip.info.range == (-math.inf, 1.0)

@@ -25,7 +25,17 @@ def _clean() -> Iterator[None]:
 def test_names_are_complete_and_importing_them_is_light() -> None:
     expected = {
         *("compose", "ocr", "jpeg_size", "pickscore", "clip_l14_cos", "aesthetic", "imagereward", "hpsv2.1"),
-        *("geneval", "vlm_yes_no", "unified_reward", "deqa", "remote", "composite", "tiny_pickscore", "tiny_ocr"),
+        *(
+            "geneval",
+            "geneval_partial",
+            "vlm_yes_no",
+            "unified_reward",
+            "deqa",
+            "remote",
+            "composite",
+            "tiny_pickscore",
+            "tiny_ocr",
+        ),
     }
     assert set(names()) == expected
     heavy = "import sys, stepcredit.rewards; print({'transformers', 'rapidocr', 'cv2'} & set(sys.modules))"

@@ -161,6 +161,11 @@ class GenEval:
         parts = {name: scatter(torch.tensor(values), valid) for name, values in results.items()}
         return {"score": parts[self.mode], **parts}
 
+    def exact(self, images: Tensor, metadata: Sequence[Metadata]) -> Tensor:
+        """GenEval's official verdict whatever the mode, bool ``[B]``."""
+        prompts = [str(entry.get("prompt", "")) for entry in metadata]
+        return self.components(images, prompts, metadata)["official"] == 1
+
     def objects(self, images: Tensor, metadata: Sequence[Metadata]) -> list[list[Object]]:
         """The objects that count in each image, surest first; colours are named where the metadata asks for one."""
         found = detect(self._detector, images, self.channel_order, least=rules.CONFIDENCE)
@@ -201,6 +206,11 @@ class GenEval:
         metadata = {"tag": "single_object", "include": [{"class": "stop sign", "count": 1}]}
         grey = torch.full((3, 512, 512), 0.5)
         return SelfTest(good=sign, bad=grey, prompt="a photo of a stop sign", metadata=metadata)
+
+
+def partial(weights: str | Path | None = None, clip: str | Path | None = None, device: str | None = None) -> GenEval:
+    """GenEval with Flow-GRPO's partial credit in [0, 1], which training needs: most images earn something."""
+    return GenEval(mode="flow_grpo", weights=weights, clip=clip, device=device)
 
 
 def class_names(id2label: Mapping[int, str]) -> tuple[str, ...]:

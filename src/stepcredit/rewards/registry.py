@@ -28,6 +28,7 @@ _BUILT_IN = {
     "imagereward": "stepcredit.rewards.imagereward:ImageReward",
     "hpsv2.1": "stepcredit.rewards.hps:hpsv21",
     "geneval": "stepcredit.rewards.geneval:GenEval",
+    "geneval_partial": "stepcredit.rewards.geneval:partial",
     "vlm_yes_no": "stepcredit.rewards.vlm:vlm_yes_no",
     "unified_reward": "stepcredit.rewards.unified:UnifiedReward",
     "deqa": "stepcredit.rewards.served:deqa",

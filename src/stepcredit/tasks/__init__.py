@@ -24,7 +24,8 @@ def get(name: str) -> Task:
     if name == "geneval":
         from stepcredit.tasks import geneval as g
 
-        return Task("geneval", "geneval", SD35_MEDIUM, g.train_prompts, g.test_prompts, g.apart, g.train_prompts)
+        ours = g.train_prompts
+        return Task("geneval", "geneval_partial", SD35_MEDIUM, ours, g.test_prompts, g.apart, practice=ours)
     if name == "ocr":
         from stepcredit.tasks import ocr as o
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepcredit import tasks
 from stepcredit.errors import UserError
 from stepcredit.ledger import Ledger
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
@@ -25,6 +26,7 @@ PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "RTX 4090": 165.0}
 """Dense bf16 or fp16 operations a second, from the makers' data sheets."""
 REWARD_GIB = {
     "geneval": 2.0,
+    "geneval_partial": 2.0,
     "pickscore": 3.8,
     "imagereward": 1.9,
     "hpsv2.1": 3.8,
@@ -94,7 +96,7 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     scale = pixels / 256 / _REFERENCE_TOKENS
     activations = _activations(recipe, policy, family, parameters, width) * scale
     decoding = 256 * pixels * 4 * 4 * min(recipe.decode_batch, recipe.micro_batch) / GIB  # four maps of 256 channels
-    reward = REWARD_GIB.get(recipe.reward or recipe.task, 0.0)
+    reward = REWARD_GIB.get(recipe.reward or tasks.get(recipe.task).reward, 0.0)
     loading = (parameters * width + encoder_parameters * width + vae) / GIB
     peak = max(weights + state + reward + trajectories + max(activations, decoding), loading) * _SLACK + _CONTEXT_GIB
 
