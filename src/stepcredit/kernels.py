@@ -65,6 +65,11 @@ class Kernel:
         """bool ``[T]``: steps with noise. The others are deterministic and carry no policy gradient."""
         return self.std > 0
 
+    @property
+    def velocity_gain(self) -> Tensor:
+        """``d mu / d v`` of every step, float64 ``[T]``: ``drift (1 - s) - D``, negative."""
+        return self.drift * (1 - self.grid[:-1]) + self.grid.diff()
+
     def mean(self, x_t: Tensor, v: Tensor, i: Step) -> Tensor:
         """Mean of the next state, ``[B, ...]``."""
         x_t, v = full_precision(x_t), full_precision(v)
@@ -94,7 +99,7 @@ class Kernel:
 
         ``gaussian``: ``(mu - mu_ref)^2 / (2 std^2)``, the exact KL per dimension. ``flow_grpo``: the same with
         ``std^2 / D`` in place of ``std^2`` (D times the exact one; the published betas belong to it). ``velocity``:
-        ``(v - v_ref)^2``. Both means start from the same state, so ``mu - mu_ref = (drift (1 - s) - D)(v - v_ref)``.
+        ``(v - v_ref)^2``. Both means start from the same state, so ``mu - mu_ref = velocity_gain (v - v_ref)``.
         Raises ValueError where the first two have no noise to divide by.
         """
         squared = (full_precision(v) - full_precision(v_ref)) ** 2
@@ -116,9 +121,8 @@ class Kernel:
 
     def _kl_scale(self, variant: KL) -> Tensor:
         """``(d mu / d v)^2 / (2 std^2)`` for every step, float64 ``[T]``; infinite where std is 0."""
-        s, duration = self.grid[:-1], -self.grid.diff()
-        variance = self.std**2 / (duration if variant == "flow_grpo" else 1.0)
-        return (self.drift * (1 - s) - duration) ** 2 / (2 * variance)
+        variance = self.std**2 / (-self.grid.diff() if variant == "flow_grpo" else 1.0)
+        return self.velocity_gain**2 / (2 * variance)
 
     def _at(self, table: Tensor, i: Step, like: Tensor) -> Tensor:
         return table[i.cpu() if isinstance(i, Tensor) else i].to(like.device, like.dtype)

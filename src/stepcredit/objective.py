@@ -15,7 +15,7 @@ from torch import Tensor
 from stepcredit.interpolant import full_precision, per_sample
 from stepcredit.kernels import Kernel, Step
 
-StepWeight = Literal["none", "std", "table"]
+StepWeight = Literal["none", "std", "balanced", "table"]
 
 
 def surrogate(logp: Tensor, logp_old: Tensor, adv: Tensor, clip: float) -> Tensor:
@@ -63,7 +63,9 @@ def step_weights(kind: StepWeight, kernel: Kernel, trained: Tensor, table: Seque
     """Loss weight of every step, float64 ``[T]``, 0 where ``trained`` (bool ``[T]``) is False.
 
     ``none``: 1. ``std``: proportional to the kernel's std, scaled to mean 1 over the trained steps of this grid (the
-    2.25 of the TempFlow-GRPO code holds for one grid only). ``table``: the user's numbers, one per step, >= 0. Raises
+    2.25 of the TempFlow-GRPO code holds for one grid only). ``balanced``: the inverse of the step's gradient with
+    respect to the velocity, ``std / |d mu / d v|``, likewise scaled, so that every step pulls equally hard (unweighted,
+    the last steps pull tens of times harder than the first and drown them in noise; ours). ``table``: the user's numbers, one per step, >= 0. Raises
     ValueError if no step is trained, or for a table of the wrong length or with a negative entry.
     """
     trained = trained.cpu()
@@ -73,6 +75,9 @@ def step_weights(kind: StepWeight, kernel: Kernel, trained: Tensor, table: Seque
         weights = torch.ones(kernel.steps, dtype=torch.float64)
     elif kind == "std":
         weights = kernel.std / kernel.std[trained].mean()
+    elif kind == "balanced":
+        inverse = kernel.std / kernel.velocity_gain.abs()
+        weights = inverse / inverse[trained].mean()
     elif kind == "table":
         if table is None or len(table) != kernel.steps:
             raise ValueError(f"step weights need one number for each of the {kernel.steps} steps, not {table}")
@@ -80,5 +85,5 @@ def step_weights(kind: StepWeight, kernel: Kernel, trained: Tensor, table: Seque
         if bool((weights < 0).any()):
             raise ValueError(f"step weights must not be negative: {list(table)}")
     else:
-        raise ValueError(f"unknown step weight {kind!r}; use 'none', 'std' (TempFlow-GRPO) or 'table'")
+        raise ValueError(f"unknown step weight {kind!r}; use 'none', 'std' (TempFlow-GRPO), 'balanced' or 'table'")
     return torch.where(trained, weights, 0.0)

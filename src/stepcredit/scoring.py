@@ -1,8 +1,9 @@
 """Scoring: clean estimates of the states along a trajectory, and the rewards they earn.
 
 ``R[i]`` is the reward of the clean estimate of x[i]; ``R[T]`` is that of the final image. What has to be computed is
-known from the layout alone, so it is planned first: states that members share are estimated once, and where a state is
-carried on by the ODE to the same end as its successor, it has the successor's estimate.
+known from the layout alone, so it is planned first: states that members share are estimated once; where a state is
+carried on by the ODE to the same end as its successor, it has the successor's estimate; and where no noise follows at
+all, the final image is the exact estimate, whatever was asked for.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ def plan(
     first_row, state, row, member = 0, [], [], []
     for i in sorted(wanted, reverse=True):
         own = torch.full((tree.rows(i),), -1)
+        if i < steps:
+            ended = (~tree.noisy[:, i:].any(1)).nonzero().flatten()
+            own[tree.index[i][ended]] = of_state[ended, steps]
         follows = i < steps and i + 1 in wanted and torch.equal(times[i], grid[i:])
         if follows:
             # the ODE leads through the successor's state on the same grid points: one estimate for both

@@ -298,3 +298,19 @@ def test_a_table_that_does_not_fit_is_refused(table: list[float] | None) -> None
 def test_no_trained_step_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="step"):
         objective.step_weights(kind, kernels.make("flow_sde", grids.linear(3)), _mask(3))
+
+
+@pytest.mark.parametrize("name", [name for name in kernels.KERNELS if name != "ode"])
+def test_balanced_weights_make_every_step_pull_the_velocity_equally_hard(name: str) -> None:
+    # |d log p / d v| = |eps| |d mu / d v| / std with eps of unit size: its product with the weight is one constant.
+    # d mu / d v by autograd, from the kernel's mean.
+    kernel = kernels.make(name, grids.shifted(10))
+    weights = objective.step_weights("balanced", kernel, kernel.trainable)
+    pulls = []
+    for i in kernel.trainable.nonzero().flatten().tolist():
+        v = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(kernel.mean(torch.zeros(1, 1, dtype=torch.float64), v, i), v)
+        pulls.append(float(weights[i] * slope.abs() / kernel.std[i]))
+    assert pulls == pytest.approx([pulls[0]] * len(pulls), rel=1e-9)
+    assert float(weights[kernel.trainable].mean()) == pytest.approx(1.0)
+    assert float(weights[~kernel.trainable].abs().sum()) == 0

@@ -119,8 +119,8 @@ class Recipe(BaseModel):
     """Weight of the KL penalty to the base model."""
     kl: Literal["gaussian", "flow_grpo", "velocity"] = "gaussian"
     """Form of the KL penalty."""
-    step_weight: Literal["none", "std", "table"] = "none"
-    """Loss weight of the steps: equal, proportional to the kernel's std, or `step_table`."""
+    step_weight: Literal["none", "std", "balanced", "table"] = "none"
+    """Loss weight of the steps: equal, proportional to the kernel's std, pulling equally hard, or `step_table`."""
     step_table: tuple[float, ...] | None = None
     """Loss weight of each step for `step_weight: table`."""
     updates_per_rollout: int = Field(1, ge=1)
