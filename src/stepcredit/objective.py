@@ -64,9 +64,10 @@ def step_weights(kind: StepWeight, kernel: Kernel, trained: Tensor, table: Seque
 
     ``none``: 1. ``std``: proportional to the kernel's std, scaled to mean 1 over the trained steps of this grid (the
     2.25 of the TempFlow-GRPO code holds for one grid only). ``balanced``: the inverse of the step's gradient with
-    respect to the velocity, ``std / |d mu / d v|``, likewise scaled, so that every step pulls equally hard (unweighted,
-    the last steps pull tens of times harder than the first and drown them in noise; ours). ``table``: the user's numbers, one per step, >= 0. Raises
-    ValueError if no step is trained, or for a table of the wrong length or with a negative entry.
+    respect to the velocity, ``std / |d mu / d v|``, likewise scaled, so that every step pulls equally hard
+    (unweighted, the last steps pull tens of times harder than the first and drown them in noise; ours). ``table``:
+    the user's numbers, one per step, >= 0. Raises ValueError if no step is trained, for an unknown kind, or for a
+    table of the wrong length or with a negative entry.
     """
     trained = trained.cpu()
     if not bool(trained.any()):

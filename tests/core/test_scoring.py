@@ -78,7 +78,7 @@ def _schedule(i: int, estimate: str, substeps: int = 5, spacing: str = "grid", s
 
 
 def _noise_is_over(made: Groups, b: int, i: int) -> bool:
-    """Whether the final image is at hand as the ODE's completion of this state: some member in it meets no more noise."""
+    """Whether some member in this state meets no more noise: its final image is then the state's completion."""
     noisy = made.layout.noisy
     alike = [
         c
