@@ -20,7 +20,7 @@ from stepcredit.training.recipe import Recipe
 from stepcredit.training.setup import DENSE, Setup, velocity_of
 from stepcredit.training.state import TrainState, learning_rate
 from stepcredit.training.stats import bootstrap
-from stepcredit.training.update import UpdateStats, accumulate, apply
+from stepcredit.training.update import UpdateStats, accumulate, apply, loss_scale
 
 Progress = Callable[[str, int, int], None]
 """``progress(phase, done, total)``."""
@@ -75,6 +75,9 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     with clock("update"):
         reference = velocity_of(policy, cond, groups.prompt, reference=True) if recipe.kl_beta > 0 else None
         updates: list[UpdateStats] = []
+        pairs = int(groups.layout.noisy.sum()) // recipe.updates_per_rollout
+        dtype = getattr(policy, "dtype", torch.float32)  # of the network behind a pipeline
+        scale = loss_scale(dtype, pairs, torch.Size(policy.latent_shape).numel())
         for part in _parts(groups, recipe.updates_per_rollout):
             for group in state.optimiser.param_groups:
                 group["lr"] = learning_rate(recipe, state.updates)
@@ -92,9 +95,10 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
                 normalised_ratio=recipe.ratio == "normalised",
                 reduce=recipe.log_prob,
                 progress=lambda done: progress("update", done, 0),
+                scale=scale,
             )
             updates.append(stats)
-            finite = apply(state.optimiser, list(state.parameters.values()), stats, recipe.grad_clip)
+            finite = apply(state.optimiser, list(state.parameters.values()), stats, recipe.grad_clip, scale)
             state.skipped = 0 if finite else state.skipped + 1
             if state.skipped >= MAX_SKIPPED:
                 raise TrainingError(

@@ -66,7 +66,9 @@ class TrainState:
             name, _, kind = key.rpartition("/")
             if name not in self.parameters:
                 raise CheckpointError(f"{checkpoint.path}: optimizer state of an unknown parameter {name!r}")
-            moments.setdefault(name, {})[kind] = value.clone()
+            # AdamW counts steps on the CPU and keeps its moments beside the weights
+            device = torch.device("cpu") if kind == "step" else self.parameters[name].device
+            moments.setdefault(name, {})[kind] = value.to(device, copy=True)
         if moments and set(moments) != set(self.parameters):
             missing = sorted(set(self.parameters) - set(moments))
             raise CheckpointError(f"{checkpoint.path}: no optimizer state for parameter {missing[0]!r}")

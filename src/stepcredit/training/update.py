@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,12 +40,14 @@ def accumulate(
     normalised_ratio: bool = False,
     reduce: Reduce = "mean",
     progress: Callable[[int], None] | None = None,
+    scale: float = 1.0,
 ) -> UpdateStats:
     """Add to the parameters' gradients that of ``mean(weight surrogate) + kl_beta mean(KL)``.
 
     The mean is over the noisy (member, step) pairs of the members in ``part`` (bool ``[B]``), whatever the micro-batch.
     ``advantage`` ``[B, T]``; ``weights`` float ``[T]``; ``reference`` is needed when ``kl_beta`` > 0. Chunks without a
-    trained member are skipped. ``progress`` is called with the number of chunks done.
+    trained member are skipped. ``progress`` is called with the number of chunks done. Gradients are multiplied by
+    ``scale``, which ``apply`` takes out again: see ``loss_scale``.
     """
     tree = trajectory.layout
     trained = tree.noisy & part[:, None]
@@ -67,7 +70,7 @@ def accumulate(
                 terms = terms + kl_beta * penalty
                 kl_sum[i] += float(penalty.detach().sum())
             loss = terms.sum() / total
-            loss.backward()
+            (loss * scale).backward()
             with torch.no_grad():
                 loss_sum += float(loss)
                 deviation = max(deviation, float((log_ratio.exp() - 1).abs().max()))
@@ -96,10 +99,30 @@ def _penalty(reference: Velocity, trajectory: Trajectory, chunk: Chunk, new: Rep
     return trajectory.kernel.kl(new.v, v_ref, i, kl)
 
 
+def loss_scale(dtype: torch.dtype, pairs: int, dimensions: int) -> float:
+    """A power of two that keeps gradients inside a float16 network from vanishing; 1 for every other dtype.
+
+    The gradient with respect to one number of a velocity is about 1 / (pairs x dimensions), far below float16's
+    smallest; multiplied by that product, less a margin of 64 for what grows on its way, it is in mid-range.
+    """
+    return 1.0 if dtype != torch.float16 else 2.0 ** round(math.log2(max(pairs * dimensions / 64, 1.0)))
+
+
 def apply(
-    optimiser: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], stats: UpdateStats, grad_clip: float
+    optimiser: torch.optim.Optimizer,
+    parameters: list[torch.nn.Parameter],
+    stats: UpdateStats,
+    grad_clip: float,
+    scale: float = 1.0,
 ) -> bool:
-    """Clip the gradient and step; False, leaving the weights alone, if the gradient is not finite. Clears gradients."""
+    """Clip the gradient and step; False, leaving the weights alone, if the gradient is not finite. Clears gradients.
+
+    ``scale`` is what ``accumulate`` multiplied the gradients by; they are divided by it first.
+    """
+    if scale != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
     norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
     stats.grad_norm = float(norm)
     finite = bool(torch.isfinite(norm))
