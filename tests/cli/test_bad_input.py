@@ -99,7 +99,7 @@ def test_resuming_what_is_not_a_run(capsys, tmp_path):
     assert "no run" in refused(capsys, "train", "--resume", "nothing", "--out", str(tmp_path))
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "check", "recipes", "sample", "eval", "pretrain"])
+@pytest.mark.parametrize("command", ["train", "plan", "check", "recipes", "sample", "eval", "pretrain", "export"])
 def test_every_command_explains_itself(capsys, command):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

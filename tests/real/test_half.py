@@ -60,7 +60,7 @@ def test_half_precision_learns_what_single_precision_learns(precision):
 
 
 def test_without_the_scale_the_gradient_vanishes(monkeypatch):
-    """What the scale is for: this batch is made as faint as one of 8112 pairs and 65536 dimensions, and nothing is left.
+    """What the scale is for: with this batch as faint as one of 8112 pairs and 65536 dimensions, nothing is left.
 
     12 pairs of 256 dimensions here, so 2^-17 is the factor between the two.
     """
