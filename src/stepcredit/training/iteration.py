@@ -61,9 +61,8 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     with clock("scoring"):
         plan = parts.plan(groups)
         x_0 = clean_estimates(trajectory, plan, velocity, recipe.micro_batch)
-        images = torch.cat([policy.decode(some).cpu() for some in x_0.split(recipe.micro_batch)])
         asked = [prompts[p] for p in groups.prompt[plan.member].tolist()]
-        values = score(parts.reward, images, [p.text for p in asked], [p.metadata for p in asked])
+        values = _rewards(parts, x_0, asked)
         R = groups.grouped(plan.per_state(values))
         failed = _failures(recipe, parts.reward.info.name, values, asked)
         progress("scoring", 1, 1)
@@ -173,6 +172,18 @@ class Clock:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _rewards(parts: Setup, x_0: Tensor, asked: list[Prompt]) -> Tensor:
+    """Rewards ``[N]`` of clean latents, decoded and judged in the reward's own batches: ten thousand images of 512
+    pixels, as a step-wise rollout has, would fill 30 GB at once.
+    """
+    values = []
+    for start in range(0, len(asked), parts.reward.info.batch_size):
+        some = slice(start, start + parts.reward.info.batch_size)
+        images = torch.cat([parts.policy.decode(part).cpu() for part in x_0[some].split(parts.recipe.micro_batch)])
+        values.append(score(parts.reward, images, [p.text for p in asked[some]], [p.metadata for p in asked[some]]))
+    return torch.cat(values)
 
 
 def _parts(groups: Groups, updates: int) -> list[Tensor]:
