@@ -100,7 +100,7 @@ def _write(policy: Policy, to: Path, prompts: list[str], steps: int, recipe: Rec
         transformer.save_pretrained(to / "transformer", safe_serialization=True)
         again = type(transformer).from_pretrained(to / "transformer", torch_dtype=policy.dtype).to(policy.device)
         named = dict(again.named_parameters())
-        worst = max(float((p - named[name]).abs().max()) for name, p in transformer.named_parameters())
+        worst = max(float((p - named[name]).detach().abs().max()) for name, p in transformer.named_parameters())
         return to / "transformer", worst, policy.dtype
     path = lora.save(policy.pipe.transformer, to)
     return path, lora.image_difference(policy, to, prompts, steps), policy.dtype

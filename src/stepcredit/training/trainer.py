@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepcredit.errors import UserError
 from stepcredit.reports import run as report
 from stepcredit.rewards.base import RewardError
@@ -80,6 +82,7 @@ def train(
                 line = iterate(parts, state, display.phase)
                 done = state.iteration == recipe.iterations or run.stop.reason is not None
                 line["memory_mb"] = memory_mb()
+                line["gpu_memory_mb"] = torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None
                 line["evaluation"] = _during(run) if _due(recipe.eval_every, state.iteration) and not done else None
                 append_line(run.metrics, to_json(line))
                 display.iteration(line)
