@@ -166,3 +166,17 @@ def test_ema_follows_its_schedule_and_gives_the_weights_back():
         parameter.fill_(7.0)
     off.update()
     assert float(off.shadow["p"]) == 7.0
+
+
+def test_sgd_takes_steps_of_the_length_of_the_learning_rate():
+    model = Linear()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for scale in (1e-6, 1e3):  # whatever the gradient's own length
+        for p in model.parameters():
+            p.grad = scale * torch.ones_like(p)
+        assert apply(optimiser, list(model.parameters()), UpdateStats(0.0, 0.0, torch.zeros(T), torch.zeros(T)), 1.0,
+                     unit_length=True)  # fmt: skip
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        moved, before = float((after - before).norm()), after
+        assert moved == pytest.approx(0.25 if scale == 1e-6 else 0.25 * 1.9, rel=1e-6)

@@ -97,7 +97,9 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
                 scale=scale,
             )
             updates.append(stats)
-            finite = apply(state.optimiser, list(state.parameters.values()), stats, recipe.grad_clip, scale)
+            parameters = list(state.parameters.values())
+            unit = recipe.optimiser == "sgd"
+            finite = apply(state.optimiser, parameters, stats, recipe.grad_clip, scale, unit)
             state.skipped = 0 if finite else state.skipped + 1
             if state.skipped >= MAX_SKIPPED:
                 raise TrainingError(

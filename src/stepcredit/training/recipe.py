@@ -128,13 +128,15 @@ class Recipe(BaseModel):
 
     # Optimiser
     lr: float = Field(3e-4, gt=0)
-    """Learning rate of AdamW."""
+    """Learning rate: of AdamW, or the length of a step in weight space for `optimiser: sgd`."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate to 0 over the run."""
     warmup: int = Field(0, ge=0)
     """Optimiser steps over which the learning rate rises to its value."""
     weight_decay: float = Field(1e-4, ge=0)
     """Decoupled weight decay."""
+    optimiser: Literal["adamw", "sgd"] = "adamw"
+    """`sgd` follows the gradient itself, scaled to unit length, with momentum 0.9; AdamW scales every weight alone."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's moments."""
     grad_clip: float = Field(1.0, gt=0)

@@ -21,7 +21,7 @@ class TrainState:
     """Weights, optimiser, average and counters of a run. Noise and prompts need no state: they are keyed."""
 
     parameters: dict[str, nn.Parameter]
-    optimiser: torch.optim.AdamW
+    optimiser: torch.optim.Optimizer
     ema: EMA
     iteration: int = 0
     """Iterations done."""
@@ -39,7 +39,7 @@ class TrainState:
         """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
         moments: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            state = self.optimiser.state.get(parameter) or _untouched(parameter)
+            state = self.optimiser.state.get(parameter) or _untouched(self.optimiser, parameter)
             moments |= {f"{name}/{key}": value for key, value in state.items()}
         weights = {name: p.detach() for name, p in self.parameters.items()}
         return {"weights": weights, "ema": self.ema.shadow, "optimizer": moments}
@@ -83,19 +83,26 @@ class TrainState:
         self.best = (-math.inf, 0) if counters["best"] is None else (counters["best"][0], counters["best"][1])
 
 
-def _untouched(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state before its first step, so that a checkpoint has its full size from the beginning."""
+def _untouched(optimiser: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """An optimiser's state before its first step, so that a checkpoint has its full size from the beginning."""
     zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+    if isinstance(optimiser, torch.optim.SGD):
+        return {"momentum_buffer": zeros}
     return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def fresh(policy: Policy, recipe: Recipe) -> TrainState:
     """The state of a run before its first iteration."""
     parameters = dict(policy.named_parameters())
-    optimiser = torch.optim.AdamW(
+    return TrainState(parameters, _optimiser(parameters, recipe), EMA(parameters, recipe.ema))
+
+
+def _optimiser(parameters: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    if recipe.optimiser == "sgd":
+        return torch.optim.SGD(parameters.values(), lr=recipe.lr, momentum=0.9, weight_decay=0.0)
+    return torch.optim.AdamW(
         parameters.values(), lr=recipe.lr, betas=recipe.adam_betas, weight_decay=recipe.weight_decay
     )
-    return TrainState(parameters, optimiser, EMA(parameters, recipe.ema))
 
 
 def learning_rate(recipe: Recipe, update: int) -> float:

@@ -114,10 +114,12 @@ def apply(
     stats: UpdateStats,
     grad_clip: float,
     scale: float = 1.0,
+    unit_length: bool = False,
 ) -> bool:
     """Clip the gradient and step; False, leaving the weights alone, if the gradient is not finite. Clears gradients.
 
-    ``scale`` is what ``accumulate`` multiplied the gradients by; they are divided by it first.
+    ``scale`` is what ``accumulate`` multiplied the gradients by; they are divided by it first. ``unit_length`` makes
+    the gradient's norm 1 in place of clipping it; a gradient of nothing but zeros stays as it is.
     """
     if scale != 1.0:
         for parameter in parameters:
@@ -126,6 +128,11 @@ def apply(
     norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
     stats.grad_norm = float(norm)
     finite = bool(torch.isfinite(norm))
+    if unit_length and finite and float(norm) > 0:
+        length = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(length)
     if finite:
         optimiser.step()
     optimiser.zero_grad(set_to_none=True)
