@@ -29,7 +29,7 @@ def test_links_lead_to_files(page):
 def test_commands_in_the_pages_exist(page):
     from stepcredit.cli import COMMANDS
 
-    for command in re.findall(r"(?:^|`)stepcredit ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+    for command in re.findall(r"(?:^|`)stepcredit ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.MULTILINE):
         assert command in COMMANDS, f"{page.name} names `stepcredit {command}`"
 
 

@@ -29,7 +29,7 @@ def refused(capsys, *argv):
             ["--kernel", "ddim", "--window", "9", "10"],
             ["window [9, 10)", "no trainable step", "[1, 2, 3, 4, 5, 6, 7, 8]"],
         ),
-        (["--micro-batch", "48"], ["micro_batch 48", "128"]),
+        (["--micro-batch", "48"], ["micro_batch 48", "512"]),
         (["--group-size", "1"], ["group_size", "1"]),
         (["--device", "abacus"], ["'abacus'"]),
         (["--task", "compos"], ["'compos'", "compose"]),

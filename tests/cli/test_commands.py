@@ -28,6 +28,9 @@ FLAGS = [
     "2",
     "--lr",
     "0.01",
+    "--window",
+    "0",
+    "5",
 ]
 
 
@@ -71,17 +74,20 @@ def test_resume_continues_a_finished_run_with_more_iterations(out, capsys):
     assert main(["train", "--resume", "first", "--out", str(out), "--lr", "0.5"]) == 2
     assert "lr (was 0.01, now 0.5)" in capsys.readouterr().err
     assert main(["train", "compose-uniform", "--resume", "first", "--out", str(out)]) == 2
-    assert "credit (was 'gain', now 'uniform')" in capsys.readouterr().err
+    assert "credit (was 'gae', now 'uniform')" in capsys.readouterr().err
 
 
 def test_plan_is_json_with_the_promised_names(model, capsys):
     assert main(["plan", "compose-uniform", "--json", "--model", model]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["model_evaluations_per_trajectory"] == 10
+    assert 9 < plan["model_evaluations_per_trajectory"] < 10  # members share their first state
     assert plan["decodes_per_trajectory"] == plan["reward_calls_per_trajectory"] == 1
-    assert main(["plan", "compose-stepwise", "--json", "--model", model, "--no-shared-noise", "--substeps", "5"]) == 0
+    whole = ["--no-shared-noise", "--window", "0", "10"]
+    assert main(["plan", "compose-uniform", "--json", "--model", model, *whole]) == 0
+    assert json.loads(capsys.readouterr().out)["trained_evaluations_per_trajectory"] == 10
+    assert main(["plan", "compose-stepwise", "--json", "--model", model, *whole, "--substeps", "5"]) == 0
     assert json.loads(capsys.readouterr().out)["model_evaluations_per_trajectory"] == 40
-    assert main(["plan", "compose-turning-point", "--json", "--model", model, "--no-shared-noise"]) == 0
+    assert main(["plan", "compose-turning-point", "--json", "--model", model, *whole]) == 0
     assert json.loads(capsys.readouterr().out)["model_evaluations_per_trajectory"] == 55
 
 

@@ -13,6 +13,7 @@ KEYS = {
     "group_size": 4,
     "micro_batch": 4,
     "steps": 5,
+    "window": None,
     "eval_prompts": 12,
     "eval_prompts_during": 6,
     "eval_every": 2,

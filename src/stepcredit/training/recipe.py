@@ -258,7 +258,8 @@ def build(keys: Mapping[str, Any], where: str = "the recipe") -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, all keys in order; ``parse(dump(r)) == r``."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    # ASCII only: raw control and line-break characters would not survive the way back
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
 def changed(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
