@@ -29,7 +29,8 @@ def main(run: Path, target: Path) -> None:
 
     plt.rcParams.update({"font.size": 8, "font.family": "DejaVu Sans", "axes.edgecolor": PALE, "text.color": INK})
     figure = plt.figure(figsize=(10, 4.2), dpi=160)
-    grid = figure.add_gridspec(3, len(chosen), height_ratios=[1, 1, 1.35], hspace=0.28, wspace=0.12)
+    grid = figure.add_gridspec(2, len(chosen), top=0.9, bottom=0.42, hspace=0.2, wspace=0.12)
+    plots = figure.add_gridspec(1, 2, top=0.3, bottom=0.0, wspace=0.16)
     for column, k in enumerate(chosen):
         for row, tiles in enumerate((before, after)):
             axis = figure.add_subplot(grid[row, column])
@@ -42,9 +43,8 @@ def main(run: Path, target: Path) -> None:
                 axis.set_title(_wrapped(index["prompts"][k]), fontsize=6.5, color=INK)
             if column == 0:
                 axis.set_ylabel("after" if row else "before", color=INK)
-    half = len(chosen) // 2
-    _curve(figure.add_subplot(grid[2, :half]), lines, summary)
-    _gains(figure.add_subplot(grid[2, half:]), lines)
+    _curve(figure.add_subplot(plots[0]), lines, summary)
+    _gains(figure.add_subplot(plots[1]), lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, bbox_inches="tight", facecolor="white")
 
@@ -55,7 +55,8 @@ def _curve(axis: Any, lines: list[dict[str, Any]], summary: dict[str, Any]) -> N
     x = [iteration for iteration, _ in points]
     axis.fill_between(x, [p["low"] for _, p in points], [p["high"] for _, p in points], color=INK, alpha=0.15, lw=0)
     axis.plot(x, [p["mean"] for _, p in points], color=INK, marker="o", ms=3)
-    axis.set_title("held-out reward by iteration (95 % interval)", color=INK, loc="left")
+    axis.set_title("held-out reward by iteration (95 % interval over prompts)", color=INK, loc="left")
+    axis.set_xticks(range(0, summary["iterations"] + 1, max(1, summary["iterations"] // 4)))
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(colors=INK)
 

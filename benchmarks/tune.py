@@ -1,4 +1,4 @@
-"""Each method at its best: the trials behind the bundled recipes, kept and resumable.
+"""The trials behind the bundled recipes, kept and resumable.
 
 Every trial is one run of a bundled recipe with some keys changed; its result is a line of results/tuning.jsonl, and a
 trial that has its line is not run again. `--jobs` trials run side by side, each with one thread.
@@ -22,12 +22,13 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "tuning.jsonl"
 Trial = tuple[str, dict[str, Any]]
 
-FLOW_8 = {"kernel": "flow_sde", "level": 0.7, "window": "0 8"}
-CPS = {"kernel": "cps", "level": 0.7}
-DDIM = {"kernel": "ddim", "level": 0.7}
 TRIALS: list[Trial] = [
-    *(("compose-stepwise", {**kernel, "lr": 3e-4}) for kernel in (FLOW_8, CPS, DDIM)),
-    *(("compose-uniform", {**kernel, "lr": 2e-4}) for kernel in (FLOW_8, CPS)),
+    ("compose-stepwise", {}),
+    ("compose-uniform", {}),
+    ("compose-stepwise", {"credit": "gain", "estimate": "full", "prompts_per_iteration": 16, "iterations": 16}),
+    *(("compose-stepwise", {"credit": "gain", "prompts_per_iteration": 8, "lr": lr}) for lr in (1e-4, 2e-4, 4e-4)),
+    ("compose-stepwise", {"credit": "gain", "prompts_per_iteration": 8, "kernel": "cps", "lr": 2e-4}),
+    ("compose-uniform", {"prompts_per_iteration": 8, "lr": 2e-4}),
 ]
 
 
