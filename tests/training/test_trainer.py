@@ -286,3 +286,24 @@ def test_weights_of_the_latest_checkpoint_are_plain_safetensors(whole):
     _, folder, _ = whole
     found = load_file(folder / "checkpoints" / "latest" / "weights.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_states_stored_in_half_precision_are_scored_as_stored(tmp_path, small, dtype):
+    """The ratio is exactly 1 all the same, and the run is another one than in float32."""
+    run(small(latent_dtype=dtype, iterations=1), tmp_path / "half")
+    run(small(iterations=1), tmp_path / "full")
+    half, full = lines(tmp_path / "half")[1], lines(tmp_path / "full")[1]
+    assert half["ratio_deviation"] == 0
+    assert half["R_mean"] != full["R_mean"]
+    assert half["R_mean"] == pytest.approx(full["R_mean"], abs=0.1)
+
+
+def test_reward_options_reach_the_reward(tmp_path, small):
+    run(small(reward_options={"goal": "large"}, iterations=1), tmp_path / "large")
+    run(small(iterations=1), tmp_path / "small")
+    assert lines(tmp_path / "large")[0]["evaluation"]["mean"] == pytest.approx(
+        -lines(tmp_path / "small")[0]["evaluation"]["mean"], rel=1e-6
+    )
+    with pytest.raises(UserError, match="goal"):
+        run(small(reward_options={"goaal": "large"}), tmp_path / "wrong")

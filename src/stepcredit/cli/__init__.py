@@ -16,6 +16,7 @@ COMMANDS = {
     "check": "prove on this machine that a recipe can be trained: ratio 1, level 0 = ODE, reward, one update",
     "recipes": "list, show or copy the bundled recipes",
     "export": "write a run's weights so that others open them: a LoRA for diffusers, a card, a before/after grid",
+    "serve-reward": "serve a reward over HTTP for the reward `remote`",
     "pretrain": "rebuild the base model of a desk task",
 }
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command not in COMMANDS:
             raise UserError(f"unknown command {command!r}{nearest(command, COMMANDS)} `stepcredit --help` lists them")
-        module = importlib.import_module(f"stepcredit.cli.{command}_command")
+        module = importlib.import_module(f"stepcredit.cli.{command.replace('-', '_')}_command")
         return int(module.run(rest))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -46,7 +48,11 @@ def parse_with_recipe(own: type[Args], command: str, argv: Sequence[str], base: 
     start = base or (Recipe() if wants_help and source == DEFAULT_RECIPE else resolve(source))
     shown = start.model_dump()
     fields = [
-        (key, Annotated[field.annotation, tyro.conf.arg(help=_plain(field.description))], shown[key])
+        (
+            key,
+            Annotated[field.annotation, tyro.conf.arg(help=_plain(field.description))],
+            dataclasses.field(default_factory=partial(copy.copy, shown[key])),
+        )
         for key, field in Recipe.model_fields.items()
         if key not in {f.name for f in dataclasses.fields(own)}  # type: ignore[arg-type]
     ]

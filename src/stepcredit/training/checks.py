@@ -9,6 +9,7 @@ import torch
 
 from stepcredit import kernels
 from stepcredit.interpolant import euler
+from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
 from stepcredit.rollout import chunks, replay, rollout
 from stepcredit.sampling import sample
@@ -71,16 +72,15 @@ def _level_zero(parts: Setup) -> str:
 
 
 def _reward(parts: Setup) -> str:
-    """The reward's own known good image scores above its known bad one."""
-    test = parts.reward.self_test()
-    pair = torch.stack([test.good, test.bad])
-    good, bad = parts.reward(pair, [test.prompt] * 2, [test.metadata] * 2).tolist()
-    if not good > bad + test.margin:
-        raise CheckError(
-            f"reward {parts.reward.info.name!r} gives {good:.3f} to its known good image and {bad:.3f} to its known "
-            "bad one; its weights or its engine are not installed right"
-        )
-    return f"good {good:.3f}, bad {bad:.3f}"
+    """The reward's own known good image scores above its known bad one, for every part of a combination."""
+    outcomes = selftest.run(parts.reward)
+    for outcome in outcomes:
+        if not outcome.passed:
+            raise CheckError(
+                f"reward {outcome.name!r} gives {outcome.good:.3f} to its known good image and {outcome.bad:.3f} to "
+                "its known bad one; its weights or its engine are not installed right"
+            )
+    return "; ".join(f"{outcome.name}: good {outcome.good:.3f}, bad {outcome.bad:.3f}" for outcome in outcomes)
 
 
 def _ratio(parts: Setup) -> str:

@@ -25,6 +25,8 @@ class Recipe(BaseModel):
     """Base model in place of the task's own: a desk model's safetensors, or the folder or hub id of a pipeline."""
     reward: str | None = None
     """Reward in place of the task's own, by its registered name."""
+    reward_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Options of the reward, as docs/rewards.md lists them."""
     train_prompts: Path | None = None
     """File of training prompts in place of the task's own: .txt (one a line) or .jsonl (metadata with a `prompt`)."""
     heldout_prompts: Path | None = None
@@ -75,6 +77,8 @@ class Recipe(BaseModel):
     """Transition kernel of the noisy steps."""
     level: float | None = Field(None, ge=0)
     """Noise level of the kernel; its usual one by default."""
+    latent_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What sampled states are stored in; steps are computed in float32 and scored as stored."""
     shared_noise: bool = True
     """All members of a group start from the same noise."""
     window: tuple[int, int] | None = None

@@ -65,6 +65,7 @@ def rehearsed(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Recipe:
             "lora_rank": min(recipe.lora_rank, 4),
             "lora_alpha": recipe.lora_alpha * min(recipe.lora_rank, 4) / recipe.lora_rank,
             "reward": stand_in(reward),
+            "reward_options": {},
             "train_prompts": None,
             "heldout_prompts": None,
         }

@@ -62,13 +62,14 @@ class Setup:
         return _plan(self.recipe, groups, self.kernel)
 
     def initial_noise(self, iteration: int, groups: Groups) -> Tensor:
-        """x[0] of every root, ``[roots, *latent]``, keyed by (seed, iteration, prompt, member)."""
+        """x[0] of every root, ``[roots, *latent]`` in the storage dtype, keyed by (seed, iteration, prompt, member)."""
         leaders = groups.layout.first[0]
         members = [0 if self.recipe.shared_noise else int(groups.member[b]) for b in leaders]
         key = ("initial", self.recipe.seed, iteration)
         shape = self.policy.latent_shape
         keyed = zip(groups.prompt[leaders].tolist(), members, strict=True)
-        return torch.stack([noise.normal(shape, *key, prompt, member) for prompt, member in keyed])
+        stacked = torch.stack([noise.normal(shape, *key, prompt, member) for prompt, member in keyed])
+        return stacked.to(getattr(torch, self.recipe.latent_dtype))
 
     def step_noise(self, iteration: int, groups: Groups) -> rollout.StepNoise:
         """Noise of a step for some members, keyed by (seed, iteration, prompt, member, step)."""
@@ -119,7 +120,7 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         train, heldout = tasks.prompts_of(
             task, recipe.train_prompts, recipe.heldout_prompts, practice=models.is_tiny(recipe)
         )
-        reward = rewards.get(name)
+        reward = rewards.get(name, **recipe.reward_options)
         if needed is not None:
             policy = models.load_policy(recipe, device)
         policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])
