@@ -12,7 +12,21 @@ pytest.importorskip("diffusers")
 FLAGS = [
     *("--task", "ocr", "--model", "tiny:flux", "--reward", "jpeg_size", "--resolution", "32", "--precision", "fp32"),
     *("--max-sequence-length", "16", "--prompts-per-iteration", "2", "--group-size", "2", "--micro-batch", "4"),
-    *("--steps", "3", "--iterations", "1", "--eval-prompts", "4", "--eval-prompts-during", "2", "--kl-beta", "0.1"),
+    *(
+        "--steps",
+        "3",
+        "--window",
+        "0",
+        "3",
+        "--iterations",
+        "1",
+        "--eval-prompts",
+        "4",
+        "--eval-prompts-during",
+        "2",
+        "--kl-beta",
+        "0.1",
+    ),
     *("--lora-targets", "attn.to_q", "attn.to_v", "--lr", "0.02"),
 ]
 
