@@ -1,6 +1,5 @@
 """``stepcredit serve-reward`` in a process of its own, asked by the ``remote`` reward."""
 
-import signal
 import subprocess
 import sys
 
@@ -22,8 +21,8 @@ def test_a_served_reward_gives_what_the_local_one_gives():
         here = rewards.get("jpeg_size")(images, ["a", "b", "c"], [{}, {}, {}])
         assert torch.equal(there, here)
     finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) in (0, 130)
+        process.terminate()  # a shell's background jobs ignore SIGINT, and so may this one
+        process.wait(timeout=30)
 
 
 def test_unknown_rewards_and_open_addresses_without_a_token_are_refused(capsys, monkeypatch):
