@@ -84,8 +84,9 @@ def run_folder(run: str, out: Path) -> Path:
 
 
 def console() -> Console:
-    """Where commands print."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    """Where commands print: as wide as the terminal, or wide enough for a table where the output goes to a file."""
+    width = None if sys.stdout.isatty() else 120
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
 
 
 def table(title: str, *columns: str) -> Table:
