@@ -1,1 +1,1 @@
-"""training"""
+"""From a recipe to trained weights: everything around the numerical core."""

@@ -29,9 +29,9 @@ class Slot:
     prompt: Prompt
 
 
-def slots(prompts: Sequence[Prompt], every: int = 1) -> list[Slot]:
-    """Numbered slots, or every n-th of them; the same slot always has the same noise."""
-    return [Slot(number, prompt) for number, prompt in enumerate(prompts)][::every]
+def slots(prompts: Sequence[Prompt]) -> list[Slot]:
+    """Prompts with their numbers as slots; the same number always has the same noise."""
+    return [Slot(number, prompt) for number, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True)

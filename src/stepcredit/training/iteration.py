@@ -116,7 +116,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     degenerate = int(advantages.degenerate(credit, groups.trained).sum())
     return {
         "iteration": iteration,
-        **_reward_metrics(R, prompts, groups),
+        **_reward_metrics(R, groups),
         **(_credit_metrics(R, groups) if recipe.credit in DENSE else {}),
         "advantage_abs": _per_step(advantage.abs(), groups.trained),
         "trained": groups.layout.noisy.any(0).tolist(),
@@ -206,7 +206,7 @@ def _failures(recipe: Recipe, name: str, values: Tensor, asked: list[Prompt]) ->
     return len(bad)
 
 
-def _reward_metrics(R: Tensor, prompts: list[Prompt], groups: Groups) -> dict[str, Any]:
+def _reward_metrics(R: Tensor, groups: Groups) -> dict[str, Any]:
     final = R[..., -1].flatten()
     return {
         "reward": bootstrap(final.double().numpy(), groups.prompt.tolist()).as_dict(),

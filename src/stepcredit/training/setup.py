@@ -105,8 +105,10 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         kernel = kernels.make(recipe.kernel, policy.grid(recipe.steps), recipe.level)
         groups = _groups(recipe, kernel, 1)
         trained = groups.layout.noisy.any(0)
-        if recipe.window_size is not None:
-            trained = kernel.trainable
+        if recipe.window_size is not None:  # windows are drawn anew: any of these steps may be trained
+            start, stop = recipe.window or (0, recipe.steps)
+            trained = torch.zeros_like(kernel.trainable)
+            trained[start:stop] = kernel.trainable[start:stop]
         step_weights = objective.step_weights(recipe.step_weight, kernel, trained, recipe.step_table)
         cost = ledger(groups.layout, _plan(recipe, groups, kernel), recipe.micro_batch)
         needed = _budget(recipe, policy, cost)

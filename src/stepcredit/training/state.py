@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class TrainState:
     seconds: float = 0.0
     best: tuple[float, int] = (-math.inf, 0)
     """Best held-out reward during the run, and its iteration."""
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
