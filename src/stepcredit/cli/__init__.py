@@ -22,7 +22,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
+    """Run one command; returns the exit code: 0, 1 for a failed check or a run that a guard stopped, 2 for bad input,
+    130 after Ctrl-C.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -69,9 +71,8 @@ def _is_explained(error: Exception) -> bool:
     """Errors of ours whose message is a sentence for the user; a traceback would only hide it."""
     from stepcredit.rewards.base import RewardError
     from stepcredit.training.checkpoint import CheckpointError
-    from stepcredit.training.iteration import TrainingError
 
-    return isinstance(error, (RewardError, CheckpointError, TrainingError, FloatingPointError))
+    return isinstance(error, (RewardError, CheckpointError, FloatingPointError))
 
 
 def _usage() -> str:

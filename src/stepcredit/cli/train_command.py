@@ -43,7 +43,7 @@ class Train:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 0, or 130 after Ctrl-C."""
+    """Run the command; 0, 1 if a guard stopped the run, 130 after Ctrl-C."""
     resumed = _flag(argv, "--resume")
     if resumed is not None:
         folder = run_folder(resumed, Path(_flag(argv, "--out") or "runs"))
@@ -63,7 +63,13 @@ def run(argv: Sequence[str]) -> int:
     origin = None if resumed else json.dumps({"recipe": parsed.source, "overrides": _plain(parsed.overrides)})
     summary = train(recipe, folder, display, resume=resumed is not None, origin=origin)
     _print_result(folder, summary)
-    return 130 if summary["signal"] == signal.SIGINT else 0
+    return _exit_code(summary)
+
+
+def _exit_code(summary: dict[str, Any]) -> int:
+    if summary["signal"] is not None:
+        return 130 if summary["signal"] == signal.SIGINT else 0
+    return 1 if summary["guards"]["fired"] else 0
 
 
 def _rehearse(parsed: Parsed[Train], folder: Path, display: Display) -> int:
@@ -134,6 +140,9 @@ def _print_result(folder: Path, summary: dict[str, Any]) -> None:
         f"{summary['iterations']} iterations in {summary['seconds']:.0f} s of training, "
         f"{summary['model_evaluations']} model evaluations; intervals are 95 %, paired and clustered by prompt"
     )
+    if summary["guards"]["fired"] and summary["best_iteration"]:
+        best = folder / "checkpoints" / "best"
+        out.print(f"the best evaluation during the run was that of iteration {summary['best_iteration']}: {best}")
     out.print(f"report: {folder / 'report.html'}")
 
 

@@ -163,6 +163,16 @@ def _notices(run: RunFolder) -> list[str]:
         notices.append(f"This run stopped after {done}{of} iterations: {stopped}.")
     elif not run.summary:
         notices.append(f"This run is still going, or was cut off: {done} iterations are logged, and no summary.")
+    guard = folder.lookup(run.summary, "guards", "fired", "guard")
+    if guard:
+        best = number(run.summary.get("best_iteration"))
+        kept = f" The best checkpoint is that of iteration {best:.0f}." if best else ""
+        notices.append(f"It was stopped by the guard {guard}.{kept}")
+    skipped = sum(n for n in run.series("skipped_updates") if n is not None)
+    if skipped:
+        notices.append(
+            f"{skipped:,.0f} updates were skipped, since their gradient was not finite or far above the usual norm."
+        )
     failed = sum(n for n in run.series("failed_samples") if n is not None)
     if failed:
         notices.append(

@@ -63,13 +63,21 @@ def score(reward: Reward, images: Tensor, prompts: Sequence[str], metadata: Sequ
     """Call a reward in batches of its own size and hold it to its contract.
 
     images ``[B, 3, H, W]`` in [0, 1]; prompts and metadata of length B. Returns float32 ``[B]`` on the CPU; NaN marks
-    samples that the reward could not score. Raises RewardError for a wrong length, a wrong type or an infinite value.
+    samples that the reward could not score. Raises RewardError for a wrong length, a wrong type or an infinite value,
+    FloatingPointError for an image that is not finite, to which many rewards would give a number like any other.
     """
     name, size = reward.info.name, reward.info.batch_size
     if not len(images) == len(prompts) == len(metadata):
         raise RewardError(
             f"reward {name!r}: {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata entries; "
             "the three must agree"
+        )
+    finite = images.isfinite().flatten(1).all(1) if len(images) else torch.ones(0)
+    if not bool(finite.all()):
+        bad = int((~finite).nonzero()[0])
+        raise FloatingPointError(
+            f"the image of sample {bad} (prompt {prompts[bad]!r}) is not finite; lower the learning rate, or use a "
+            "wider dtype for the model or its autoencoder"
         )
     parts: list[Tensor] = []
     for start in range(0, len(images), size):

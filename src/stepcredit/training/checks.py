@@ -13,7 +13,7 @@ from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
 from stepcredit.rollout import chunks, replay, rollout
 from stepcredit.sampling import sample
-from stepcredit.training.iteration import TrainingError, iterate
+from stepcredit.training.iteration import iterate
 from stepcredit.training.setup import Setup, velocity_of
 from stepcredit.training.state import fresh
 from stepcredit.training.trainer import header
@@ -40,7 +40,7 @@ def run_checks(parts: Setup) -> Iterator[Result]:
     for name, check in named:
         try:
             yield Result(name, True, check(parts))
-        except (CheckError, RewardError, TrainingError, FloatingPointError, ValueError) as error:
+        except (CheckError, RewardError, FloatingPointError, ValueError) as error:
             yield Result(name, False, str(error))
 
 
@@ -119,6 +119,8 @@ def _one_update(parts: Setup) -> str:
             f"in all {line['groups']} groups the members had equal rewards, so nothing can be learned; use more "
             "members, easier prompts or a finer reward"
         )
+    if line["skipped_updates"]:
+        raise CheckError("the gradient of the first update is not finite: use a wider dtype (precision, latent_dtype)")
     moved = max(float((p.detach() - before[name]).abs().max()) for name, p in state.parameters.items())
     changed = float((sample(parts.policy, prompts, steps=parts.eval_steps) - images).abs().max())
     if not moved > 0 or not changed > 0:

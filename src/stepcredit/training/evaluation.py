@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,16 @@ class Evaluation:
         tags = sorted({slot.prompt.tag for slot in self.slots})
         member = {tag: torch.tensor([slot.prompt.tag == tag for slot in self.slots]) for tag in tags}
         return {tag: float(self.rewards[member[tag]].nanmean()) for tag in tags}
+
+    def first(self, count: int) -> Evaluation:
+        """The evaluation of the first ``count`` slots; its image statistics stay those of all."""
+        return replace(
+            self,
+            slots=self.slots[:count],
+            rewards=self.rewards[:count],
+            exact=None if self.exact is None else self.exact[:count],
+            images=self.images[:count],
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For metrics.jsonl."""

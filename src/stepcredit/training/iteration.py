@@ -16,6 +16,7 @@ from stepcredit.rewards.base import RewardError, score
 from stepcredit.rollout import Groups, rollout
 from stepcredit.scoring import clean_estimates
 from stepcredit.tasks import Prompt
+from stepcredit.training.guards import spike_limit
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.setup import DENSE, Setup, velocity_of
 from stepcredit.training.state import TrainState, learning_rate
@@ -25,18 +26,12 @@ from stepcredit.training.update import UpdateStats, accumulate, apply, loss_scal
 Progress = Callable[[str, int, int], None]
 """``progress(phase, done, total)``."""
 
-MAX_SKIPPED = 3
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why and what to do."""
-
 
 def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, Any]:
     """Make the next iteration and return its line for metrics.jsonl.
 
-    Raises RewardError, FloatingPointError or TrainingError with a sentence that helps; the weights are then as after
-    the last good update.
+    Raises RewardError or FloatingPointError with a sentence that helps; the weights are then as after the last good
+    update. An update whose gradient is not finite or a spike is skipped and counted.
     """
     recipe, policy = parts.recipe, parts.policy
     iteration = state.iteration + 1
@@ -99,15 +94,11 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
             updates.append(stats)
             parameters = list(state.parameters.values())
             unit = recipe.optimiser == "sgd"
-            finite = apply(state.optimiser, parameters, stats, recipe.grad_clip, scale, unit)
-            state.skipped = 0 if finite else state.skipped + 1
-            if state.skipped >= MAX_SKIPPED:
-                raise TrainingError(
-                    f"the gradient was not finite in {MAX_SKIPPED} updates running (iteration {iteration}); "
-                    "lower lr, or resume from the last checkpoint with a wider dtype"
-                )
+            spike = spike_limit(state.guards.norms, recipe.spike_factor)
+            made = apply(state.optimiser, parameters, stats, recipe.grad_clip, scale, unit, spike)
+            state.guards.note(stats.grad_norm, stats.skip)
             state.updates += 1
-            if finite:
+            if made:
                 state.ema.update()
 
     state.iteration = iteration
@@ -124,9 +115,11 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
         "groups": groups.count,
         "failed_samples": failed,
         "ratio_deviation": updates[0].ratio_deviation,
+        "ratio_deviation_max": max(u.ratio_deviation for u in updates),
         "clip_fraction": _mean_of([u.clip_fraction for u in updates]),
         "kl": _mean_of([u.kl for u in updates]) if recipe.kl_beta > 0 else None,
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "skipped_updates": sum(u.skip is not None for u in updates),
         "loss": sum(u.loss for u in updates) / len(updates),
         "lr": learning_rate(recipe, state.updates - 1),
         "stale_share": 1 - 1 / len(updates),

@@ -148,6 +148,23 @@ class Recipe(BaseModel):
     ema: float = Field(0.9, ge=0, lt=1)
     """Highest decay of the moving average of the weights, which is what is evaluated; 0 turns it off."""
 
+    # Guards: what skips an update, and what stops a run
+    spike_factor: float | None = Field(10.0, gt=1)
+    """An update is skipped if its gradient norm is this many times the median of the past ones; `None`: never."""
+    max_skips: int = Field(3, ge=1)
+    """Updates skipped in a row, for a spike or a gradient that is not finite, that stop the run."""
+    max_kl: float | None = Field(None, gt=0)
+    """KL to the base model, in the form of `kl`, mean over the trained steps, that stops the run; needs a `kl_beta`."""
+    max_ratio_deviation: float | None = Field(None, gt=0)
+    """Largest |ratio - 1| of any update that does not stop the run; on-policy it is 0."""
+    max_reward_drop: float | None = Field(0.5, gt=0)
+    """Fall of the held-out reward below the best so far, in standard deviations of the base model's rewards, that
+    stops the run if it lasts for `patience` evaluations."""
+    patience: int = Field(2, ge=1)
+    """Evaluations running with such a fall that stop the run."""
+    max_image_drift: float | None = Field(None, gt=0)
+    """Relative change of a statistic of the held-out images (contrast, diversity, ...) that stops the run."""
+
     # Evaluation and checkpoints
     eval_every: int = Field(10, ge=0)
     """Iterations between evaluations; 0 evaluates before and after only."""
@@ -195,6 +212,15 @@ class Recipe(BaseModel):
             raise ValueError(f"ratio 'normalised' is defined for kernel 'flow_sde' only, not {self.kernel!r}")
         if self.step_weight == "table" and (self.step_table is None or len(self.step_table) != self.steps):
             raise ValueError(f"step_weight 'table' needs a step_table of {self.steps} numbers, not {self.step_table}")
+        if self.max_kl is not None and self.kl_beta == 0:
+            raise ValueError(
+                f"max_kl {self.max_kl:g} cannot be watched with kl_beta 0, since the KL is then not measured; set a "
+                "small kl_beta, or watch the images with max_image_drift"
+            )
+        if self.max_image_drift is not None and self.eval_every == 0:
+            raise ValueError(
+                f"max_image_drift {self.max_image_drift:g} is looked at in evaluations during the run; set eval_every"
+            )
         if self.eval_prompts_during > self.eval_prompts:
             raise ValueError(
                 f"eval_prompts_during {self.eval_prompts_during} is more than eval_prompts {self.eval_prompts}, "
@@ -203,7 +229,10 @@ class Recipe(BaseModel):
         return self
 
 
-MAY_CHANGE = frozenset({"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints"})
+MAY_CHANGE = frozenset(
+    {"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints"}
+    | {"max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "patience", "max_image_drift"}
+)
 """Keys that a resumed run may change, since they do not alter the iterations already made."""
 
 

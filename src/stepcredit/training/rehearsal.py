@@ -50,6 +50,7 @@ def rehearsed(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Recipe:
     keys = {**recipe.model_dump(), **SMALL}
     keys["prompts_per_iteration"] = 2 * recipe.updates_per_rollout
     keys["micro_batch"] = 4
+    keys |= dict.fromkeys(("max_kl", "max_ratio_deviation", "max_reward_drop", "max_image_drift"))  # for real models
     keys["eval_steps"] = min(recipe.eval_steps or recipe.steps, recipe.steps)
     kept = (*SMALL, "prompts_per_iteration", "micro_batch", "eval_steps")
     keys |= {key: value for key, value in (given or {}).items() if key in kept}

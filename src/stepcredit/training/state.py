@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stepcredit.policies.base import Policy
 from stepcredit.training.checkpoint import Checkpoint, CheckpointError
 from stepcredit.training.ema import EMA
+from stepcredit.training.guards import GuardState
 from stepcredit.training.recipe import Recipe
 
 
@@ -27,12 +28,11 @@ class TrainState:
     """Iterations done."""
     updates: int = 0
     """Optimiser steps done."""
-    skipped: int = 0
-    """Consecutive updates skipped because their gradient was not finite."""
     model_evaluations: int = 0
     seconds: float = 0.0
     best: tuple[float, int] = (-math.inf, 0)
     """Best held-out reward during the run, and its iteration."""
+    guards: GuardState = field(default_factory=GuardState)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
@@ -48,11 +48,11 @@ class TrainState:
         return {
             "iteration": self.iteration,
             "updates": self.updates,
-            "skipped": self.skipped,
             "ema_updates": self.ema.updates,
             "model_evaluations": self.model_evaluations,
             "seconds": self.seconds,
             "best": None if self.best[1] == 0 else list(self.best),
+            "guards": self.guards.as_dict(),
         }
 
     @torch.no_grad()
@@ -77,9 +77,10 @@ class TrainState:
             self.optimiser.state[self.parameters[name]] = state
         counters = checkpoint.state
         self.ema.load(shadow, counters["ema_updates"])
-        self.iteration, self.updates, self.skipped = checkpoint.iteration, counters["updates"], counters["skipped"]
+        self.iteration, self.updates = checkpoint.iteration, counters["updates"]
         self.model_evaluations, self.seconds = counters["model_evaluations"], counters["seconds"]
         self.best = (-math.inf, 0) if counters["best"] is None else (counters["best"][0], counters["best"][1])
+        self.guards = GuardState.from_dict(counters.get("guards", {}))
 
 
 def _untouched(optimiser: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

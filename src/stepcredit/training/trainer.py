@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stepcredit.training import checkpoint, pictures
 from stepcredit.training import recipe as recipes
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, paired, read
 from stepcredit.training.files import append_line, truncate_lines_after, write_text_atomic
+from stepcredit.training.guards import Fired, after_evaluation, after_iteration, limits
 from stepcredit.training.interrupt import Stop, interruptible
 from stepcredit.training.iteration import Clock, iterate
 from stepcredit.training.recipe import Recipe
@@ -64,6 +66,7 @@ def train(
     run = Run(folder, parts, state, display)
     if resume:
         _restore(run)
+        _stay_stopped(run)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
@@ -80,6 +83,8 @@ def train(
             _before(run)
             while state.iteration < recipe.iterations and run.stop.reason is None:
                 line = iterate(parts, state, display.phase)
+                deviation = line["ratio_deviation_max"]
+                _stop(run, after_iteration(recipe, state.guards, state.iteration, line["kl"], deviation))
                 done = state.iteration == recipe.iterations or run.stop.reason is not None
                 line["memory_mb"] = memory_mb()
                 line["gpu_memory_mb"] = torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None
@@ -120,9 +125,9 @@ def header(parts: Setup) -> list[str]:
 
 def _before(run: Run) -> None:
     """Evaluate the base model, or take that evaluation from the run being resumed."""
-    path = run.folder / "evaluations" / "iteration-000000.jsonl"
-    if run.state.iteration > 0 or (path.exists() and run.metrics.exists()):
-        run.before = read(path, run.parts.heldout)
+    path, statistics = _evaluation_file(run, 0), _base_statistics(run.metrics)
+    if run.state.iteration > 0 or statistics is not None:
+        run.before = replace(read(path, run.parts.heldout), statistics=statistics or {})
         return
     clock = Clock()
     with clock("evaluation"):
@@ -140,14 +145,63 @@ def _before(run: Run) -> None:
     run.display.iteration(line)
 
 
+def _evaluation_file(run: Run, iteration: int) -> Path:
+    return run.folder / "evaluations" / f"iteration-{iteration:06d}.jsonl"
+
+
+def _base_statistics(metrics: Path) -> dict[str, float] | None:
+    """Image statistics of the base model, from the first line of a run's log; None if it is not there."""
+    if not metrics.is_file():
+        return None
+    with metrics.open(encoding="utf-8") as file:
+        line = file.readline()
+    entry = json.loads(line) if line.endswith("\n") else {}
+    return dict(entry["evaluation"]["image_statistics"]) if entry.get("iteration") == 0 else None
+
+
 def _during(run: Run) -> dict[str, Any]:
-    """Evaluate the averaged weights on the smaller set, and remember the best."""
-    result = _evaluate(run, run.parts.heldout_during)
-    result.write(run.folder / "evaluations" / f"iteration-{run.state.iteration:06d}.jsonl")
+    """Evaluate the averaged weights on the smaller set, remember the best, and see what the guards say."""
+    state, on = run.state, run.parts.heldout_during
+    result = _evaluate(run, on)
+    result.write(_evaluation_file(run, state.iteration))
+    assert run.before is not None
+    base = run.before.first(len(on))
+    best, best_iteration = _best_so_far(run, base)
     mean = result.reward.mean
-    if mean > run.state.best[0]:
-        run.state.best = (mean, run.state.iteration)
+    if mean > state.best[0]:
+        state.best = (mean, state.iteration)
+    _stop(
+        run,
+        after_evaluation(run.parts.recipe, state.guards, state.iteration, result, best, best_iteration, base),
+    )
     return result.as_dict()
+
+
+def _best_so_far(run: Run, base: Evaluation) -> tuple[Evaluation, int]:
+    """The best evaluation up to now, the base model's included, and its iteration."""
+    mean, iteration = run.state.best
+    if mean > base.reward.mean:
+        try:
+            return read(_evaluation_file(run, iteration), run.parts.heldout_during), iteration
+        except (OSError, ValueError):  # made on other slots, before eval_prompts_during changed
+            pass
+    return base, 0
+
+
+def _stop(run: Run, fired: Fired | None) -> None:
+    """End the run after this iteration if a guard says so."""
+    if fired is not None and run.stop.reason is None:
+        run.stop.reason = fired.reason
+        run.display.message(f"stopped by the guard {fired.guard}: {fired.reason}")
+
+
+def _stay_stopped(run: Run) -> None:
+    """A run that a guard has stopped goes on only with other limits."""
+    fired = run.state.guards.fired
+    if fired is not None and fired.limits == limits(run.parts.recipe):
+        _stop(run, fired)
+    elif fired is not None:
+        run.state.guards.lift()
 
 
 def _evaluate(run: Run, slots: tuple[Slot, ...]) -> Evaluation:
@@ -188,6 +242,10 @@ def _finish(run: Run) -> dict[str, Any]:
         "model_evaluations": state.model_evaluations,
         "best_iteration": state.best[1] or None,
         "stopped": run.stop.reason,
+        "guards": {
+            "fired": asdict(state.guards.fired) if state.guards.fired else None,
+            "skipped_updates": state.guards.skipped,
+        },
         "signal": run.stop.signal,
         "memory_mb": memory_mb(),
         "machine": machine(),
@@ -224,7 +282,7 @@ def _restore(run: Run) -> None:
         if checkpoint.steps(run.folder / "checkpoints"):
             raise UserError(str(error)) from error
         run.display.message("no checkpoint was written yet; starting from the beginning")
-        truncate_lines_after(run.metrics, lambda line: False)
+        truncate_lines_after(run.metrics, lambda line: line.get("iteration") == 0)
         return
     run.state.restore(saved)
     truncate_lines_after(run.metrics, lambda line: line.get("iteration", -1) <= saved.iteration)

@@ -12,6 +12,7 @@ from torch import Tensor
 from stepcredit import objective
 from stepcredit.kernels import KL, Reduce
 from stepcredit.rollout import Chunk, Replay, Trajectory, Velocity, chunks, replay
+from stepcredit.training.guards import Skip
 
 
 @dataclass
@@ -24,6 +25,9 @@ class UpdateStats:
     clip_fraction: Tensor
     kl: Tensor
     grad_norm: float = field(default=float("nan"))
+    """Before clipping."""
+    skip: Skip | None = None
+    """Why the update was skipped; None if it was made."""
 
 
 def accumulate(
@@ -115,8 +119,10 @@ def apply(
     grad_clip: float,
     scale: float = 1.0,
     unit_length: bool = False,
+    spike: float = math.inf,
 ) -> bool:
-    """Clip the gradient and step; False, leaving the weights alone, if the gradient is not finite. Clears gradients.
+    """Clip the gradient and step; False, leaving weights and optimiser alone, if the gradient is not finite or its norm
+    is above ``spike``; ``stats.skip`` tells which. Clears gradients.
 
     ``scale`` is what ``accumulate`` multiplied the gradients by; they are divided by it first. ``unit_length`` makes
     the gradient's norm 1 in place of clipping it; a gradient of nothing but zeros stays as it is.
@@ -127,13 +133,16 @@ def apply(
                 parameter.grad.div_(scale)
     norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
     stats.grad_norm = float(norm)
-    finite = bool(torch.isfinite(norm))
-    if unit_length and finite and float(norm) > 0:
+    if not math.isfinite(stats.grad_norm):
+        stats.skip = "not_finite"
+    elif stats.grad_norm > spike:
+        stats.skip = "spike"
+    if unit_length and stats.skip is None and stats.grad_norm > 0:
         length = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(length)
-    if finite:
+    if stats.skip is None:
         optimiser.step()
     optimiser.zero_grad(set_to_none=True)
-    return finite
+    return stats.skip is None
