@@ -133,3 +133,59 @@ def test_self_tests_run_part_by_part() -> None:
     (outcome,) = selftest.run(broken)
     assert not outcome.passed
     assert "FAILS" in str(outcome)
+
+
+def test_parts_say_their_own_components_beside_their_score() -> None:
+    class Told(FunctionReward):
+        def components(self, images: Tensor, prompts: object, metadata: object) -> dict[str, Tensor]:
+            red = images[:, 0].mean(dim=(1, 2))
+            return {"score": red, "twice": 2 * red, "exact": (red > 0.5).float()}
+
+    plain = _reward("red", 0)
+    told = Told(plain.info, plain.function, plain.test)
+    images = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    found = Composite({"red": told}, {"red": 1.0}).components(images, ["p"] * 4, [{}] * 4)
+    red = images[:, 0].mean(dim=(1, 2))
+    assert list(found) == ["score", "red", "red.twice", "red.exact"]
+    assert torch.equal(found["red.twice"], 2 * red)
+    assert torch.equal(found["red.exact"], (red > 0.5).float())
+
+
+def test_the_flat_form_of_recipes_is_the_nested_one() -> None:
+    reward = get(
+        "composite", **{"jpeg_size": 0.5, "jpeg_size.goal": "large", "how": "weighted_sum", "tiny_pickscore": 2}
+    )
+    assert reward.weights == {"jpeg_size": 0.5, "tiny_pickscore": 2.0}
+    assert reward.how == "weighted_sum"
+    images = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    large = score(get("jpeg_size", goal="large"), images, ["p"], [{}])
+    assert torch.equal(reward.components(images, ["p"], [{}])["jpeg_size"], large)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"jpeg_sise": 1.0}, "did you mean 'jpeg_size'"),
+        ({"jpeg_size.goal": "large"}, "neither a reward nor an option of one that has a weight"),
+        ({"jpeg_size": "much"}, "the weight of 'jpeg_size' must be a number; got 'much'"),
+        ({"jpeg_size": True}, "must be a number; got True"),
+        ({}, "names no reward"),
+        ({"jpeg_size": 1.0, "jpeg_size.gaol": "large"}, "its options are: "),
+    ],
+)
+def test_bad_flat_options(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        get("composite", **options)
+
+
+def test_evaluations_are_in_deviations_of_the_base() -> None:
+    reward = Composite({"a": _reward("a", 0), "b": _reward("b", 1, "lower")}, {"a": 1.0, "b": 2.0})
+    base = {"a": torch.tensor([1.0, 3.0, NAN]), "b": torch.tensor([10.0, 30.0, 20.0])}  # deviations 1 and sqrt(200/3)
+    tuned = {"a": torch.tensor([2.0, 4.0, NAN]), "b": torch.tensor([20.0, 10.0, 0.0])}
+    deviation = math.sqrt(200 / 3)
+    expected = [0.0 + 2 * 0.0, 2.0 + 2 * 10 / deviation]
+    found = reward.standardised(tuned, base)
+    assert torch.allclose(found[:2], torch.tensor(expected))
+    assert math.isnan(found[2])
+    still = {"a": torch.ones(3), "b": base["b"]}  # no spread in the base: no unit to measure in
+    assert torch.allclose(reward.standardised({**tuned, "a": torch.zeros(3)}, still)[1], torch.tensor(20 / deviation))

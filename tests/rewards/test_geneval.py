@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepcredit.rewards import RewardError, detector, geneval, get, mask2former_names, score
+from stepcredit.rewards.base import judge
 from stepcredit.rewards.detector import Instance, instances, network_input, resized
 from stepcredit.rewards.inputs import to_pil
 
@@ -249,7 +250,11 @@ def test_partial_credit_and_the_published_slip(
     assert float(get("geneval", **options)(torch.zeros(1, 3, 40, 56), [""], metadata)) == 0.0
     short = get("geneval_partial", weights=mask2former, clip=clip_folder, device="cpu")
     assert float(short(torch.zeros(1, 3, 40, 56), [""], metadata)) == 0.0
-    assert short.exact(torch.zeros(1, 3, 40, 56), metadata).tolist() == [True]  # officially three cats are a cat
+    verdict = judge(short, torch.zeros(1, 3, 40, 56), [""], metadata)
+    assert verdict.exact.tolist() == [1.0]  # officially three cats are a cat
+    assert {name: float(value) for name, value in verdict.components.items()} == {
+        "official": 1.0, "strict": 0.0, "flow_grpo": 0.0,
+    }  # fmt: skip
     slip = get("geneval", reproduce_bug=True, **options)
     assert float(slip(torch.zeros(1, 3, 40, 56), [""], metadata)) == -1.0
     assert slip.info.range == (-math.inf, 1.0)

@@ -316,11 +316,18 @@ def test_image_drift_stops_a_run_also_after_a_resume(tmp_path, small):
     assert set(summary["image_statistics"]["before"]) == set(summary["image_statistics"]["after"])
 
 
-def test_images_that_are_not_finite_are_not_scored():
-    reward = registry.get("jpeg_size")
-    images = torch.rand(3, 3, 8, 8)
-    images[1, 0, 0, 0] = math.nan
-    from stepcredit.rewards.base import score
+def test_images_of_a_policy_that_are_not_finite_are_not_scored(small, monkeypatch):
+    from stepcredit.rewards.base import require_finite
+    from stepcredit.training.evaluation import evaluate
+    from stepcredit.training.setup import setup
 
+    images = torch.rand(3, 3, 8, 8)
+    require_finite(images, ["a", "b", "c"])
+    images[1, 0, 0, 0] = math.nan
     with pytest.raises(FloatingPointError, match=r"image of sample 1 \(prompt 'b'\)"):
-        score(reward, images, ["a", "b", "c"], [{}, {}, {}])
+        require_finite(images, ["a", "b", "c"])
+    parts = setup(small())
+    decode = type(parts.policy).decode
+    monkeypatch.setattr(type(parts.policy), "decode", lambda self, x: decode(self, x).fill_(math.nan))
+    with pytest.raises(FloatingPointError, match="image of sample 0"):
+        evaluate(parts.policy, parts.reward, parts.heldout[:4], 2, 4)

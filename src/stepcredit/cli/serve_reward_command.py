@@ -35,12 +35,7 @@ def run(argv: Sequence[str]) -> int:
     out = console()
     try:
         reward = rewards.get(args.name)
-        for outcome in selftest.run(reward):
-            if not outcome.passed:
-                raise UserError(
-                    f"reward {outcome.name!r} failed its self-test (good {outcome.good:.3f}, bad {outcome.bad:.3f}); "
-                    "its weights or its engine are not installed right"
-                )
+        selftest.require(reward)
         server.serve(reward, args.host, args.port, ready=lambda url: out.print(f"serving {args.name} at {url}"))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error

@@ -84,6 +84,19 @@ class Cost:
     """(phase, seconds, share)."""
     ledger: tuple[tuple[str, float | None, float | None], ...]
     """(what, per trajectory, per iteration)."""
+    rewards: tuple[RewardCost, ...]
+
+
+@dataclass(frozen=True)
+class RewardCost:
+    """What was asked of one reward, and how long the answers took."""
+
+    name: str
+    calls: float
+    images: float
+    seconds: float
+    hits: float | None
+    """Images found in the cache; None without a cache."""
 
 
 LEDGER = {
@@ -111,9 +124,19 @@ def cost(run: RunFolder) -> Cost:
         per = number(run.ledger.get(f"{key}_per_trajectory"))
         if per is not None:
             rows.append((what, per, per * trajectories if trajectories else None))
-    return Cost(
-        figures.shares(parts, label), tuple((phase, value, value / total) for phase, value in parts), tuple(rows)
-    )
+    phases = tuple((phase, value, value / total) for phase, value in parts)
+    return Cost(figures.shares(parts, label), phases, tuple(rows), _reward_costs(run))
+
+
+def _reward_costs(run: RunFolder) -> tuple[RewardCost, ...]:
+    found = run.summary.get("reward_cost")
+    rows = []
+    for entry in found if isinstance(found, list) else ():
+        row = mapping(entry)
+        calls, images, seconds = (number(row.get(key)) for key in ("calls", "images", "seconds"))
+        if calls is not None and images is not None and seconds is not None:
+            rows.append(RewardCost(str(row.get("name", "")), calls, images, seconds, number(row.get("cache_hits"))))
+    return tuple(rows)
 
 
 def statistics(run: RunFolder) -> list[tuple[str, float, float, float | None]]:

@@ -9,11 +9,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepcredit.rewards.base import Metadata, Reward, RewardError, RewardInfo, SelfTest, score, to_uint8
+from stepcredit.rewards.base import Metadata, Reward, RewardError, RewardInfo, SelfTest, judge, to_uint8
 
 
 class Cached:
@@ -33,7 +34,7 @@ class Cached:
         self.reward, self.capacity = reward, capacity
         self.hits = self.misses = 0
         self.seconds = 0.0
-        self._scores: OrderedDict[bytes, float] = OrderedDict()
+        self._scores: OrderedDict[bytes, dict[str, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -45,8 +46,18 @@ class Cached:
         """That of the reward inside."""
         return self.reward.self_test()
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the reward inside can do, apart from judging images against each other."""
+        if name == "reward":  # not there yet, while this object is being built
+            raise AttributeError(name)
+        return getattr(self.reward, name)
+
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
         """Scores as float32 ``[B]``, equal to what the reward itself gives."""
+        return self.components(images, prompts, metadata)["score"]
+
+    def components(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> dict[str, Tensor]:
+        """``score``, and every component and verdict that the reward inside gives with it, float32 ``[B]`` each."""
         keys = [self._key(*sample) for sample in zip(images, prompts, metadata, strict=True)]
         with self._lock:
             known = {key: self._scores[key] for key in keys if key is not None and key in self._scores}
@@ -67,21 +78,26 @@ class Cached:
                 if key in self._scores:
                     self._scores.move_to_end(key)
             for key, row in owner.items():
-                if not math.isnan(fresh[row]):
+                if not math.isnan(fresh[row]["score"]):
                     self._scores[key] = fresh[row]
             while len(self._scores) > self.capacity:
                 self._scores.popitem(last=False)
-        return torch.tensor(values, dtype=torch.float32)
+        names = values[0] if values else ("score",)
+        return {name: torch.tensor([value[name] for value in values], dtype=torch.float32) for name in names}
 
     def _score(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata], rows: Sequence[int]
-    ) -> dict[int, float]:
+    ) -> dict[int, dict[str, float]]:
         if not rows:
             return {}
         start = time.perf_counter()
-        found = score(self.reward, images[torch.tensor(rows)], [prompts[r] for r in rows], [metadata[r] for r in rows])
+        found = judge(self.reward, images[torch.tensor(rows)], [prompts[r] for r in rows], [metadata[r] for r in rows])
         self.seconds += time.perf_counter() - start
-        return dict(zip(rows, found.tolist(), strict=True))
+        parts = {"score": found.score, **found.components}
+        if found.exact is not None:
+            parts["exact"] = found.exact
+        lists = {name: values.tolist() for name, values in parts.items()}
+        return {row: {name: values[k] for name, values in lists.items()} for k, row in enumerate(rows)}
 
     def _key(self, image: Tensor, prompt: str, metadata: Metadata) -> bytes | None:
         """Digest of one sample; None for an image with NaN, which rounding would make look like another."""

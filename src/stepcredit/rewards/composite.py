@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepcredit.rewards.base import Metadata, Reward, RewardInfo, SelfTest, score
+from stepcredit.errors import nearest
+from stepcredit.rewards.base import Metadata, Reward, RewardInfo, SelfTest, judge
 from stepcredit.rewards.inputs import group_rows
 
 How = Literal["group_z", "weighted_sum"]
@@ -91,18 +92,43 @@ class Composite:
         return self.components(images, prompts, metadata)["score"]
 
     def components(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> dict[str, Tensor]:
-        """Every part in its native units, and the combination as ``score``, float32 ``[B]`` each."""
-        native = {name: score(part, images, prompts, metadata) for name, part in self.parts.items()}
-        oriented = {
-            name: -values if self.parts[name].info.direction == "lower" else values for name, values in native.items()
-        }
+        """Every part in its native units, and the combination as ``score``, float32 ``[B]`` each.
+
+        What a part can say of itself follows as ``part.component``.
+        """
+        judged = {name: judge(part, images, prompts, metadata) for name, part in self.parts.items()}
+        native = {name: one.score for name, one in judged.items()}
+        inner = {f"{name}.{key}": values for name, one in judged.items() for key, values in one.components.items()}
+        inner |= {f"{name}.exact": one.exact for name, one in judged.items() if one.exact is not None}
+        oriented = self._oriented(native)
         if self.how == "weighted_sum":
-            return {**native, "score": combine(oriented, self.weights, self.how)}
+            return {"score": combine(oriented, self.weights, self.how), **native, **inner}
         result = torch.full((len(images),), float("nan"))
         for group in group_rows("composite", prompts, metadata, self.group_size):
             rows = torch.tensor(group)
             result[rows] = combine({name: values[rows] for name, values in oriented.items()}, self.weights, self.how)
-        return {**native, "score": result}
+        return {"score": result, **native, **inner}
+
+    def standardised(self, components: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Tensor:
+        """Weighted sum of the parts in deviations of ``reference`` above its means, float32 ``[N]``.
+
+        The score of an evaluation, where an image has no group: with the base model's components as the reference it
+        is the weighted improvement in units of the base's own spread. A part without spread there contributes 0.
+        """
+        there = self._oriented({name: reference[name].double() for name in self.parts})
+        here = self._oriented({name: components[name].double() for name in self.parts})
+        failed = torch.stack([values.isnan() for values in here.values()]).any(0)
+        total = torch.zeros_like(next(iter(here.values())))
+        for name, known in there.items():
+            known = known[~known.isnan()]
+            std = known.std(correction=0) if len(known) else torch.zeros(())
+            if std > _RELATIVE_SPREAD * known.abs().max():
+                total += self.weights[name] * (here[name] - known.mean()) / std
+        return total.masked_fill(failed, float("nan")).float()
+
+    def _oriented(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parts' values with the better ones higher."""
+        return {name: -one if self.parts[name].info.direction == "lower" else one for name, one in values.items()}
 
     def self_test(self) -> SelfTest:
         """The pair of the part with the largest weight; ``selftest.run`` tries every part on its own pair."""
@@ -111,21 +137,48 @@ class Composite:
 
 
 def composite(
-    rewards: Mapping[str, float | Mapping[str, Any]], how: How = "group_z", group_size: int | None = None
+    rewards: Mapping[str, float | Mapping[str, Any]] | None = None,
+    how: How = "group_z",
+    group_size: int | None = None,
+    **named: Any,
 ) -> Composite:
-    """A composite by names, as recipes write it: ``{"ocr": 1.0, "pickscore": {"weight": 0.5, "device": "cuda"}}``.
+    """A composite by names: ``{"ocr": 1.0, "pickscore": {"weight": 0.5, "device": "cuda"}}``.
 
-    What stands beside ``weight`` goes to that reward as its options. Raises ValueError for unknown names or options.
+    What stands beside ``weight`` goes to that reward as its options. The flat form of recipes says the same with one
+    key for a weight and one for an option: ``{"ocr": 1.0, "pickscore": 0.5, "pickscore.device": "cuda"}``. Raises
+    ValueError for unknown names or options, a weight that is not a number, and an option of a reward without weight.
     """
     from stepcredit.rewards.registry import get
 
     parts: dict[str, Reward] = {}
     weights: dict[str, float] = {}
-    for name, entry in rewards.items():
+    for name, entry in {**(rewards or {}), **_nested(named)}.items():
         options = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
-        weights[name] = float(options.pop("weight", 1.0))
+        weight = options.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ValueError(f"composite: the weight of {name!r} must be a number; got {weight!r}")
+        weights[name] = float(weight)
         parts[name] = get(name, **options)
+    if not parts:
+        raise ValueError("composite: names no reward; give each its weight, such as ocr: 1.0 and pickscore: 0.5")
     return Composite(parts, weights, how, group_size)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Flat keys as nested ones. Names of rewards may hold dots; the longest that has a weight is meant."""
+    from stepcredit.rewards.registry import names
+
+    known = [key for key in flat if key in names()]
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        owner = key if key in known else max((n for n in known if key.startswith(f"{n}.")), key=len, default=None)
+        if owner is None:
+            raise ValueError(
+                f"composite: write NAME: WEIGHT and NAME.OPTION: VALUE; {key!r} is neither a reward nor an option of "
+                f"one that has a weight{nearest(key, names())}"
+            )
+        nested.setdefault(owner, {})["weight" if key == owner else key.removeprefix(f"{owner}.")] = value
+    return nested
 
 
 def _bounds(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> tuple[float, float]:

@@ -147,7 +147,10 @@ class GenEval:
         return self.components(images, prompts, metadata)["score"]
 
     def components(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> dict[str, Tensor]:
-        """The score, and what all three rules say of the same detections: score, official, strict, flow_grpo."""
+        """The score, and what all three rules say of the same detections: score, official, strict, flow_grpo.
+
+        ``exact`` is the official verdict once more, under the name that evaluations look for.
+        """
         valid = check_batch("geneval", images, prompts, metadata, need_prompt=False)
         for index, entry in enumerate(metadata):
             self._check(index, entry)
@@ -159,12 +162,7 @@ class GenEval:
             results["strict"].append(float(rules.strict(found, entry)))
             results["flow_grpo"].append(rules.flow_grpo(found, entry, reproduce_bug=self.reproduce_bug))
         parts = {name: scatter(torch.tensor(values), valid) for name, values in results.items()}
-        return {"score": parts[self.mode], **parts}
-
-    def exact(self, images: Tensor, metadata: Sequence[Metadata]) -> Tensor:
-        """GenEval's official verdict whatever the mode, bool ``[B]``."""
-        prompts = [str(entry.get("prompt", "")) for entry in metadata]
-        return self.components(images, prompts, metadata)["official"] == 1
+        return {"score": parts[self.mode], **parts, "exact": parts["official"]}
 
     def objects(self, images: Tensor, metadata: Sequence[Metadata]) -> list[list[Object]]:
         """The objects that count in each image, surest first; colours are named where the metadata asks for one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepcredit.rewards.base import Reward, score
+from stepcredit.rewards.base import Reward, RewardError, score
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,10 @@ def run(reward: Reward) -> list[Outcome]:
     pair = torch.stack([test.good, test.bad])
     good, bad = score(reward, pair, [test.prompt] * 2, [test.metadata] * 2).tolist()
     return [Outcome(reward.info.name, good, bad, test.margin, reward.info.direction)]
+
+
+def require(reward: Reward) -> None:
+    """Raise RewardError unless the reward, or every part of a combination, passes its self-test."""
+    for outcome in run(reward):
+        if not outcome.passed:
+            raise RewardError(f"{outcome}; its weights or its engine are not installed right")

@@ -25,7 +25,8 @@ class RemoteReward:
     The server is asked for the reward's name, range and batch size when this object is built. ``expect``: the name
     that it must give. ``on_failure``: ``fail`` raises when the server cannot be used, ``nan`` warns and marks the
     samples of that call as failed. A reply that breaks the schema, in length, type or value, always raises. The
-    token is read from the environment variable STEPCREDIT_REWARD_TOKEN.
+    token is read from the environment variable STEPCREDIT_REWARD_TOKEN. ``concurrent``: requests under way at a time
+    while a run scores a rollout; it changes no result.
     """
 
     def __init__(
@@ -35,10 +36,14 @@ class RemoteReward:
         timeout: float = 120.0,
         retries: int = 3,
         on_failure: OnFailure = "fail",
+        concurrent: int = 2,
         **advanced: Any,
     ) -> None:
         if on_failure not in ("fail", "nan"):
             raise ValueError(f"remote: on_failure must be 'fail' or 'nan'; got {on_failure!r}")
+        if concurrent < 1:
+            raise ValueError(f"remote: concurrent must be at least 1; got {concurrent}")
+        self.concurrent = concurrent
         self._endpoint = Endpoint("remote", url, TOKEN_ENV, timeout, retries, **advanced)
         self._on_failure = on_failure
         self._limits = wire.Limits()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,28 @@ from torch import Tensor
 
 from stepcredit import noise
 from stepcredit.policies.base import Policy
-from stepcredit.rewards.base import Reward, score, to_uint8
+from stepcredit.rewards.base import Reward, join, judge, require_finite, to_uint8
+from stepcredit.rewards.composite import Composite
 from stepcredit.sampling import sample
 from stepcredit.tasks.base import Prompt
 from stepcredit.training.files import write_text_atomic
 from stepcredit.training.image_stats import image_statistics
+from stepcredit.training.records import to_json
 from stepcredit.training.stats import Interval, bootstrap
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One held-out prompt with the number that names its noise: the same in every evaluation."""
+    """One held-out prompt with what names its noise: the same in every evaluation."""
 
     number: int
     prompt: Prompt
+    key: tuple[noise.Key, ...] = ()
+    """Names the noise where the number alone does not: suites name it by suite, prompt and repetition."""
+
+    def noise(self, shape: tuple[int, ...]) -> Tensor:
+        """The initial noise of the slot, float32 of ``shape``."""
+        return noise.normal(shape, "evaluation", *(self.key or (self.number,)))
 
 
 def slots(prompts: Sequence[Prompt]) -> list[Slot]:
@@ -42,10 +50,12 @@ class Evaluation:
     rewards: Tensor
     """float32 ``[N]``; NaN for a failed sample."""
     exact: Tensor | None
-    """bool ``[N]``: wholly right, for rewards that can tell."""
+    """float32 ``[N]``: 1 for wholly right, 0 for not, for rewards that can tell; NaN for a failed sample."""
     images: Tensor
     """uint8 ``[K, H, W, 3]``: the first K images, for the report."""
     statistics: dict[str, float]
+    components: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the reward by name, float32 ``[N]`` each."""
 
     @property
     def reward(self) -> Interval:
@@ -73,6 +83,7 @@ class Evaluation:
             rewards=self.rewards[:count],
             exact=None if self.exact is None else self.exact[:count],
             images=self.images[:count],
+            components={name: values[:count] for name, values in self.components.items()},
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,24 +92,25 @@ class Evaluation:
         return {
             **self.reward.as_dict(),
             "exact": exact.as_dict() if exact else None,
+            "components": {name: float(values.nanmean()) for name, values in self.components.items()},
             "per_tag": self.per_tag(),
             "image_statistics": self.statistics,
             "prompts": len(self.slots),
         }
 
     def write(self, path: Path) -> None:
-        """One JSON line per slot: prompt, tag, slot, reward, exact."""
+        """One JSON line per slot: prompt, tag, slot, reward, exact, components; null for a sample that failed."""
         lines = []
         for k, slot in enumerate(self.slots):
-            reward = float(self.rewards[k])
             entry = {
                 "prompt": slot.prompt.text,
                 "tag": slot.prompt.tag,
                 "slot": slot.number,
-                "reward": None if reward != reward else reward,
-                "exact": None if self.exact is None else bool(self.exact[k]),
+                "reward": float(self.rewards[k]),
+                "exact": None if self.exact is None or self.exact[k].isnan() else bool(self.exact[k]),
+                "components": {name: float(values[k]) for name, values in self.components.items()},
             }
-            lines.append(json.dumps(entry, ensure_ascii=False))
+            lines.append(to_json(entry))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(lines) + "\n")
 
@@ -108,15 +120,20 @@ def read(path: Path, on: Sequence[Slot]) -> Evaluation:
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     if [(entry["slot"], entry["prompt"]) for entry in entries] != [(s.number, s.prompt.text) for s in on]:
         raise ValueError(f"{path} holds an evaluation on other prompts than the recipe asks for")
-    rewards = [float("nan") if entry["reward"] is None else entry["reward"] for entry in entries]
-    exact = [entry["exact"] for entry in entries]
+    exact = _column(entry["exact"] for entry in entries)
+    parts = [entry.get("components") or {} for entry in entries]  # absent in older files
     return Evaluation(
         slots=tuple(on),
-        rewards=torch.tensor(rewards),
-        exact=None if None in exact else torch.tensor(exact),
+        rewards=_column(entry["reward"] for entry in entries),
+        exact=None if bool(exact.isnan().all()) else exact,
         images=torch.empty(0, 0, 0, 3, dtype=torch.uint8),
         statistics={},
+        components={name: _column(part.get(name) for part in parts) for name in (parts[0] if parts else ())},
     )
+
+
+def _column(values: Iterable[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if value is None else float(value) for value in values])
 
 
 def evaluate(
@@ -127,31 +144,38 @@ def evaluate(
     micro_batch: int,
     keep_images: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    base: Evaluation | None = None,
 ) -> Evaluation:
     """Sample one image per slot by the ODE in ``steps`` steps and score it.
 
-    Noise depends on the slot's number alone, so evaluations of different weights are paired. ``progress(done, total)``
-    counts images. Raises RewardError as :func:`stepcredit.rewards.base.score` does.
+    Noise depends on the slot alone, so evaluations of different weights are paired. ``progress(done, total)`` counts
+    images. ``base``: evaluation of the base model, in whose units a composite of group z-scores is expressed; without
+    it the evaluation is its own base. Raises RewardError as :func:`stepcredit.rewards.base.judge` does and
+    FloatingPointError for an image that is not finite.
     """
-    images, rewards, exact = [], [], []
+    images, judged = [], []
     for start in range(0, len(on), micro_batch):
         some = on[start : start + micro_batch]
-        x_1 = torch.stack([noise.normal(policy.latent_shape, "evaluation", slot.number) for slot in some])
+        x_1 = torch.stack([slot.noise(policy.latent_shape) for slot in some])
         decoded = sample(policy, [slot.prompt.text for slot in some], noise=x_1, steps=steps).cpu()
         metadata = [slot.prompt.metadata for slot in some]
-        rewards.append(score(reward, decoded, [slot.prompt.text for slot in some], metadata))
-        if hasattr(reward, "exact"):
-            exact.append(reward.exact(decoded, metadata))
+        texts = [slot.prompt.text for slot in some]
+        require_finite(decoded, texts)
+        judged.append(judge(reward, decoded, texts, metadata))
         images.append(decoded)
         if progress is not None:
             progress(min(start + micro_batch, len(on)), len(on))
-    every = torch.cat(images)
+    every, whole = torch.cat(images), join(judged)
+    if isinstance(reward, Composite) and not reward.per_image:
+        reference = base.components if base else whole.components
+        whole = replace(whole, score=reward.standardised(whole.components, reference))
     return Evaluation(
         slots=tuple(on),
-        rewards=torch.cat(rewards),
-        exact=torch.cat(exact) if exact else None,
+        rewards=whole.score,
+        exact=whole.exact,
         images=to_uint8(every[:keep_images]),
         statistics=image_statistics(every),
+        components=whole.components,
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from stepcredit import advantage as advantages
 from stepcredit import credit as credits_
-from stepcredit.rewards.base import RewardError, score
+from stepcredit.rewards.base import Judgement, RewardError, join, judge, require_finite
 from stepcredit.rollout import Groups, rollout
 from stepcredit.scoring import clean_estimates
 from stepcredit.tasks import Prompt
@@ -57,7 +59,8 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
         plan = parts.plan(groups)
         x_0 = clean_estimates(trajectory, plan, velocity, recipe.micro_batch)
         asked = [prompts[p] for p in groups.prompt[plan.member].tolist()]
-        values = _rewards(parts, x_0, asked)
+        judged = _judge(parts, x_0, asked)
+        values = judged.score
         R = groups.grouped(plan.per_state(values))
         failed = _failures(recipe, parts.reward.info.name, values, asked)
         progress("scoring", 1, 1)
@@ -108,6 +111,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     return {
         "iteration": iteration,
         **_reward_metrics(R, groups),
+        "components": _components(judged, plan.estimate[:, -1]),
         **(_credit_metrics(R, groups) if recipe.credit in DENSE else {}),
         "advantage_abs": _per_step(advantage.abs(), groups.trained),
         "trained": groups.layout.noisy.any(0).tolist(),
@@ -169,16 +173,39 @@ class Clock:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
-def _rewards(parts: Setup, x_0: Tensor, asked: list[Prompt]) -> Tensor:
-    """Rewards ``[N]`` of clean latents, decoded and judged in the reward's own batches: ten thousand images of 512
-    pixels, as a step-wise rollout has, would fill 30 GB at once.
+def _judge(parts: Setup, x_0: Tensor, asked: list[Prompt]) -> Judgement:
+    """Judgement of clean latents ``[N, ...]``, decoded and judged in the reward's own batches: ten thousand images of
+    512 pixels, as a step-wise rollout has, would fill 30 GB at once.
+
+    A reward that waits for a server (``concurrent`` requests at a time) is asked while the next batches are decoded.
     """
-    values = []
-    for start in range(0, len(asked), parts.reward.info.batch_size):
-        some = slice(start, start + parts.reward.info.batch_size)
-        images = torch.cat([parts.policy.decode(part).cpu() for part in x_0[some].split(parts.recipe.micro_batch)])
-        values.append(score(parts.reward, images, [p.text for p in asked[some]], [p.metadata for p in asked[some]]))
-    return torch.cat(values)
+
+    def ask(images: Tensor, some: slice) -> Judgement:
+        return judge(parts.reward, images, [p.text for p in asked[some]], [p.metadata for p in asked[some]])
+
+    size = parts.reward.info.batch_size
+    width = int(getattr(parts.reward, "concurrent", 1))
+    done: list[Judgement] = []
+    waiting: deque[Future[Judgement]] = deque()
+    with ThreadPoolExecutor(width) as pool:
+        for start in range(0, len(asked), size):
+            some = slice(start, start + size)
+            images = torch.cat([parts.policy.decode(part).cpu() for part in x_0[some].split(parts.recipe.micro_batch)])
+            require_finite(images, [prompt.text for prompt in asked[some]])
+            if width == 1:
+                done.append(ask(images, some))
+                continue
+            waiting.append(pool.submit(ask, images, some))
+            if len(waiting) >= width:  # no more images in memory than requests under way
+                done.append(waiting.popleft().result())
+        done += [future.result() for future in waiting]
+    return join(done)
+
+
+def _components(judged: Judgement, final: Tensor) -> dict[str, float]:
+    """Mean of every component over the final images, whose estimates are numbered by ``final`` ``[B]``."""
+    every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
+    return {name: float(values[final].nanmean()) for name, values in every.items()}
 
 
 def _parts(groups: Groups, updates: int) -> list[Tensor]:

@@ -26,7 +26,9 @@ class Recipe(BaseModel):
     reward: str | None = None
     """Reward in place of the task's own, by its registered name."""
     reward_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Options of the reward, as docs/rewards.md lists them."""
+    """Options of the reward, as docs/rewards.md lists them; for `composite` a weight for every reward by its name."""
+    reward_cache: int = Field(0, ge=0)
+    """Scores to remember by picture, prompt and metadata; 0 remembers none."""
     train_prompts: Path | None = None
     """File of training prompts in place of the task's own: .txt (one a line) or .jsonl (metadata with a `prompt`)."""
     heldout_prompts: Path | None = None

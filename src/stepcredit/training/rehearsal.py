@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepcredit import tasks
+from stepcredit import rewards, tasks
 from stepcredit.training import models
 from stepcredit.training import recipe as recipes
 from stepcredit.training.recipe import Recipe
@@ -66,7 +66,7 @@ def rehearsed(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Recipe:
             "lora_rank": min(recipe.lora_rank, 4),
             "lora_alpha": recipe.lora_alpha * min(recipe.lora_rank, 4) / recipe.lora_rank,
             "reward": stand_in(reward),
-            "reward_options": {},
+            "reward_options": _weights(recipe.reward_options) if reward == "composite" else {},
             "train_prompts": None,
             "heldout_prompts": None,
         }
@@ -74,10 +74,22 @@ def rehearsed(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Recipe:
 
 
 def stand_in(reward: str) -> str:
-    """Name of the reward that rehearses another one."""
+    """Name of the reward that rehearses another one; of a composite, every part has its own."""
+    if reward == "composite":
+        return reward
     if reward == "ocr" and importlib.util.find_spec("rapidocr") is None:
         return "jpeg_size"
     return reward if reward in STAND_INS.values() else STAND_INS.get(reward, "jpeg_size")
+
+
+def _weights(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a composite with a stand-in for every part; parts with the same stand-in add their weights."""
+    small: dict[str, Any] = {key: options[key] for key in ("how", "group_size") if key in options}
+    for key, value in options.items():
+        if key in rewards.names():
+            name = stand_in(key)
+            small[name] = small.get(name, 0) + value
+    return small
 
 
 def replaced(recipe: Recipe, small: Recipe) -> str:

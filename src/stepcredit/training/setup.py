@@ -15,6 +15,7 @@ from stepcredit.ledger import Ledger, ledger
 from stepcredit.policies.base import Policy, take
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
 from stepcredit.rewards.base import Reward, RewardInfo, SelfTest
+from stepcredit.rewards.meter import metered
 from stepcredit.rollout import Groups, Velocity
 from stepcredit.tasks import Prompt
 from stepcredit.training import models
@@ -122,7 +123,7 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         train, heldout = tasks.prompts_of(
             task, recipe.train_prompts, recipe.heldout_prompts, practice=models.is_tiny(recipe)
         )
-        reward = rewards.get(name, **recipe.reward_options)
+        reward = metered(rewards.get(name, **recipe.reward_options), recipe.reward_cache)
         if needed is not None:
             policy = models.load_policy(recipe, device)
         policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])

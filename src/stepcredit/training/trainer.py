@@ -12,7 +12,9 @@ import torch
 
 from stepcredit.errors import UserError
 from stepcredit.reports import run as report
+from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
+from stepcredit.rewards.meter import costs
 from stepcredit.training import checkpoint, pictures
 from stepcredit.training import recipe as recipes
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, paired, read
@@ -55,13 +57,14 @@ def train(
     A new run needs a folder that does not exist; ``resume`` continues one from its newest good checkpoint and gives the
     weights that an uninterrupted run would have given, bit by bit. Ctrl-C and SIGTERM end the run after the iteration
     in hand, saved. ``origin`` (JSON: how the recipe came about) is kept as ``origin.json``. Raises UserError before
-    anything is written if the recipe cannot be run.
+    anything is written if the recipe cannot be run, and RewardError if its reward fails its self-test.
     """
     if resume:
         recipe = _resumed_recipe(recipe, folder)
     elif folder.exists() and not _never_started(folder):
         raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
     parts = setup(recipe)
+    selftest.require(parts.reward)
     state = fresh(parts.policy, recipe)
     run = Run(folder, parts, state, display)
     if resume:
@@ -215,6 +218,7 @@ def _evaluate(run: Run, slots: tuple[Slot, ...]) -> Evaluation:
             recipe.micro_batch,
             keep_images=REPORT_IMAGES,
             progress=lambda done, total: run.display.phase("evaluation", done, total),
+            base=run.before,
         )
 
 
@@ -247,6 +251,7 @@ def _finish(run: Run) -> dict[str, Any]:
             "skipped_updates": state.guards.skipped,
         },
         "signal": run.stop.signal,
+        "reward_cost": costs(run.parts.reward),
         "memory_mb": memory_mb(),
         "machine": machine(),
     }
