@@ -18,7 +18,7 @@ class Ledger:
     decodes: int
     reward_calls: int
     trained_evaluations: int
-    """Forward-backward passes of one update."""
+    """Forward-backward passes of one update; backward passes alone where the rollout's graphs are retained."""
 
     @property
     def model_evaluations(self) -> int:

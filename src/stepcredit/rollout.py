@@ -9,7 +9,7 @@ policy is 1 to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -175,6 +175,15 @@ def chunks(tree: Layout, i: int, micro_batch: int) -> Iterator[Chunk]:
         yield Chunk(i, slice(start, stop), tree.first[i][start:stop], members, row[members] - start)
 
 
+class Replay(NamedTuple):
+    """A chunk's noisy members under the model as it is now: ``[m]`` and ``[m, ...]``."""
+
+    log_prob: Tensor
+    v: Tensor
+    x_t: Tensor
+    x_next: Tensor
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """Sampled trajectories of a batch. Latents have any shape; tensors of states and velocities are rows."""
@@ -187,6 +196,8 @@ class Trajectory:
     """T tensors ``[rows(i), ...]``, float32: the velocities that moved the states."""
     log_prob: Tensor
     """float32 ``[B, T]``: log-prob of each noisy step as sampled, 0 elsewhere."""
+    retained: dict[tuple[int, int], Replay] = field(default_factory=dict)
+    """By step and first row, the chunks that :func:`replay` would evaluate again, with the graphs of the rollout."""
 
     def state(self, i: int) -> Tensor:
         """x[i] of every member, ``[B, ...]``."""
@@ -207,21 +218,26 @@ def rollout(
     micro_batch: int,
     reduce: Reduce = "mean",
     progress: Callable[[int], None] | None = None,
+    retain: bool = False,
 ) -> Trajectory:
     """Sample the trajectories of a layout from ``x_init`` ``[rows(0), ...]``, whose dtype is the storage dtype.
 
     Noisy steps follow the kernel, all others the ODE. Log-probs are those of the states as stored. ``progress`` is
-    called with the number of steps done. Raises FloatingPointError, naming the step, if a velocity is not finite.
+    called with the number of steps done. ``retain`` keeps the graphs of the noisy chunks, so that the first update
+    needs no second evaluation of them; memory grows with their number. Raises FloatingPointError, naming the step, if a
+    velocity is not finite. Source of ``retain``: LeanGRPO.
     """
     x = x_init
-    states, velocities = [x], []
+    states, velocities, retained = [x], [], {}
     log_prob = torch.zeros(tree.members, tree.steps)
     for i in range(tree.steps):
         v_rows = []
         x_next = x.new_empty(tree.rows(i + 1), *x.shape[1:])
         for chunk in chunks(tree, i, micro_batch):
             x_t = x[chunk.rows]
-            v = evaluate(velocity, x_t, kernel.grid[i], chunk.first, f"step {i}")
+            with torch.set_grad_enabled(retain and len(chunk.members) > 0):
+                v_graph = evaluate(velocity, x_t, kernel.grid[i], chunk.first, f"step {i}")
+            v = v_graph.detach()
             v_rows.append(v)
             moved = euler(x_t, v, kernel.grid[i], kernel.grid[i + 1]).to(x.dtype)
             calm = (~tree.noisy[:, i] & torch.isin(tree.index[i], _range(chunk.rows))).nonzero().flatten()
@@ -230,13 +246,18 @@ def rollout(
                 x_m, v_m = x_t[chunk.local], v[chunk.local]
                 stored = kernel.step(x_m, v_m, i, noise(i, chunk.members)).to(x.dtype)
                 x_next[tree.index[i + 1][chunk.members]] = stored
-                log_prob[chunk.members, i] = kernel.log_prob(stored, x_m, v_m, i, reduce).cpu().float()
+                with torch.set_grad_enabled(retain):
+                    v_m = v_graph[chunk.local]
+                    logp = kernel.log_prob(stored, x_m, v_m, i, reduce)
+                log_prob[chunk.members, i] = logp.detach().cpu().float()
+                if retain:
+                    retained[i, chunk.rows.start] = Replay(logp, v_m, x_m, stored)
         velocities.append(torch.cat(v_rows))
         x = x_next
         states.append(x)
         if progress is not None:
             progress(i + 1)
-    return Trajectory(kernel, tree, tuple(states), tuple(velocities), log_prob)
+    return Trajectory(kernel, tree, tuple(states), tuple(velocities), log_prob, retained)
 
 
 def evaluate(velocity: Velocity, x: Tensor, t: float | Tensor, member: Tensor, where: str) -> Tensor:
@@ -253,22 +274,17 @@ def evaluate(velocity: Velocity, x: Tensor, t: float | Tensor, member: Tensor, w
     return v
 
 
-class Replay(NamedTuple):
-    """A chunk's noisy members under the model as it is now: ``[m]`` and ``[m, ...]``."""
-
-    log_prob: Tensor
-    v: Tensor
-    x_t: Tensor
-    x_next: Tensor
-
-
 def replay(velocity: Velocity, trajectory: Trajectory, chunk: Chunk, reduce: Reduce = "mean") -> Replay:
-    """Evaluate a chunk again, with gradients.
+    """Evaluate a chunk again, with gradients; or take what the rollout retained of it, once, for as long as the model
+    is unchanged.
 
     The model sees the very batch that sampled, so for an unchanged model the log-probs equal ``trajectory.log_prob``
-    bitwise. Velocities are float32, states in the storage dtype.
+    bitwise, and so do their gradients those that were retained. Velocities are float32, states in the storage dtype.
     """
     i, tree = chunk.step, trajectory.layout
+    retained = trajectory.retained.pop((i, chunk.rows.start), None)
+    if retained is not None:
+        return retained
     rows = trajectory.states[i][chunk.rows]
     v = evaluate(velocity, rows, trajectory.kernel.grid[i], chunk.first, f"step {i} of the replay")
     x_t, v_m = rows[chunk.local], v[chunk.local]

@@ -91,3 +91,13 @@ def test_a_plan_needs_no_data_no_weights_and_no_network(offline, monkeypatch, tm
 def test_a_small_model_has_no_budget():
     assert setup(recipes.build({"task": "ocr", "model": "tiny:sd3", "resolution": 32}), weights=False).budget is None
     assert budget.EFFICIENCY[0] < budget.EFFICIENCY[1]
+
+
+def test_retained_graphs_save_the_second_forward_and_cost_the_activations_of_every_trained_step():
+    again, kept = plan(**SD35), plan(**SD35, replay="retain")
+    rows = kept.cost.trained_evaluations
+    assert rows == again.cost.trained_evaluations > 48 * 24 * 8
+    saved = again.budget.iteration_tflop - kept.budget.iteration_tflop
+    assert saved == pytest.approx(rows * again.budget.forward_tflop, rel=1e-6)
+    assert kept.budget.activations_gib == pytest.approx(1.9 * rows * 2)
+    assert kept.budget.peak_gib > kept.budget.activations_gib + kept.budget.decoding_gib

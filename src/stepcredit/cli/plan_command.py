@@ -103,6 +103,8 @@ def calibrate(parts: Setup) -> dict[str, float]:
             policy.decode(x)
 
     forward_s, backward_s, decode_s, reward_s = (_per_call(f) / n for f in (forward, backward, decode, rewards))
+    if recipe.replay == "retain":  # the rollout's forward is the trained one
+        backward_s = max(backward_s - forward_s, 0.0)
     cost = parts.cost
     iteration = (
         cost.model_evaluations * forward_s

@@ -94,17 +94,20 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     # Latents hold (8 x 2)^2 pixels per token in all families with 8-fold autoencoders and 2x2 patches.
     pixels = (recipe.resolution or 512) ** 2
     scale = pixels / 256 / _REFERENCE_TOKENS
-    activations = _activations(recipe, policy, family, parameters, width) * scale
+    retain = recipe.replay == "retain"
+    kept = cost.trained_evaluations / recipe.micro_batch if retain else 1  # graphs of micro-batches alive at once
+    activations = _activations(recipe, policy, family, parameters, width) * scale * kept
     decoding = 256 * pixels * 4 * 4 * min(recipe.decode_batch, recipe.micro_batch) / GIB  # four maps of 256 channels
     reward = REWARD_GIB.get(recipe.reward or tasks.get(recipe.task).reward, 0.0)
     loading = (parameters * width + encoder_parameters * width + vae) / GIB
-    peak = max(weights + state + reward + trajectories + max(activations, decoding), loading) * _SLACK + _CONTEXT_GIB
+    busy = activations + decoding if retain else max(activations, decoding)  # images are decoded with graphs alive
+    peak = max(weights + state + reward + trajectories + busy, loading) * _SLACK + _CONTEXT_GIB
 
     forward, decode = operations(policy, recipe)
     backward = forward * (_BACKWARD.get(family, 1.2) if not full else 2.0)
     again = forward if recipe.gradient_checkpointing else 0.0
     reference = forward if recipe.kl_beta > 0 else 0.0
-    one = forward + backward + again + reference
+    one = (0.0 if retain else forward) + backward + again + reference
     iteration = cost.model_evaluations * forward + cost.trained_evaluations * one + cost.decodes * decode
     evaluation = images * ((recipe.eval_steps or recipe.steps) * forward + decode)
     return Budget(
@@ -152,8 +155,8 @@ def check_memory(needed: Budget, device: torch.device) -> None:
     if needed.peak_gib > available:
         raise UserError(
             f"this recipe needs about {needed.peak_gib:.0f} GiB and {torch.cuda.get_device_name(device)} has "
-            f"{available:.0f}: lower micro_batch or decode_batch, set gradient_checkpointing or embedding_cache, or "
-            "set check_memory: false to try all the same"
+            f"{available:.0f}: lower micro_batch or decode_batch, set gradient_checkpointing or embedding_cache, leave "
+            "replay at recompute, or set check_memory: false to try all the same"
         )
 
 

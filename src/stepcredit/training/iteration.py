@@ -52,6 +52,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
             recipe.micro_batch,
             recipe.log_prob,
             lambda done: progress("rollout", done, recipe.steps),
+            retain=recipe.replay == "retain",
         )
 
     progress("scoring", 0, 1)

@@ -131,6 +131,9 @@ class Recipe(BaseModel):
     """Loss weight of each step for `step_weight: table`."""
     updates_per_rollout: int = Field(1, ge=1)
     """Optimiser steps per rollout, each on its share of the prompts. All but the first are off-policy."""
+    replay: Literal["recompute", "retain"] = "recompute"
+    """Evaluate the trained steps again for the update, or `retain` the rollout's graphs: the same bits in less time and
+    more memory, with one update per rollout."""
 
     # Optimiser
     lr: float = Field(3e-4, gt=0)
@@ -199,6 +202,11 @@ class Recipe(BaseModel):
                 f"updates_per_rollout {self.updates_per_rollout} does not divide prompts_per_iteration "
                 f"{self.prompts_per_iteration}: every update takes an equal share of the prompts"
             )
+        if self.replay == "retain" and self.updates_per_rollout > 1:
+            raise ValueError(
+                f"replay 'retain' holds the gradients of the policy that sampled, and with updates_per_rollout "
+                f"{self.updates_per_rollout} all updates but the first are of another policy; use 'recompute'"
+            )
         if self.credit == "tempflow" and not self.branch:
             raise ValueError("credit 'tempflow' judges single steps, which needs branch: true")
         if self.branch and self.credit not in ("tempflow", "uniform"):
@@ -233,7 +241,7 @@ class Recipe(BaseModel):
 
 MAY_CHANGE = frozenset(
     {"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints"}
-    | {"max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "patience", "max_image_drift"}
+    | {"replay", "max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "patience", "max_image_drift"}
 )
 """Keys that a resumed run may change, since they do not alter the iterations already made."""
 
