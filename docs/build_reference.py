@@ -13,6 +13,7 @@ MODULES = (
     "sampling", "policies.base", "rewards.base", "rewards.geneval_rules", "tasks.base",
     "training.recipe", "training.setup", "training.iteration", "training.update", "training.evaluation",
     "training.trainer", "training.checkpoint",
+    "audit.estimators", "audit.gradients", "audit.schemes", "audit.measure", "audit.result",
 )  # fmt: skip
 
 

@@ -65,6 +65,39 @@ def parse_with_recipe(own: type[Args], command: str, argv: Sequence[str], base: 
     return Parsed(result.own, recipe, source, given)
 
 
+@dataclasses.dataclass(frozen=True)
+class ParsedMany(Generic[Args]):
+    """A command line that names several recipes; ``recipes`` by label, in the order given, flags applied to each."""
+
+    own: Args
+    recipes: dict[str, Recipe]
+    sources: tuple[str, ...]
+    overrides: dict[str, Any]
+
+
+def parse_with_recipes(own: type[Args], command: str, argv: Sequence[str]) -> ParsedMany[Args]:
+    """The arguments of a command whose first words are recipes and whose flags set keys of all of them.
+
+    Labels are the recipes' names, with a number where one occurs twice. Raises UserError as ``parse_with_recipe``.
+    """
+    split = next((k for k, word in enumerate(argv) if word.startswith("-")), len(argv))
+    sources, flags = tuple(argv[:split]) or (DEFAULT_RECIPE,), argv[split:]
+    first = parse_with_recipe(own, command, [sources[0], *flags])
+    # a flag that repeats the first recipe's value is an override for the others all the same
+    words = {word.lstrip("-").split("=")[0].replace("-", "_").removeprefix("no_") for word in flags if word[:2] == "--"}
+    owned = {field.name for field in dataclasses.fields(own)}  # type: ignore[arg-type]
+    overrides = {key: getattr(first.recipe, key) for key in Recipe.model_fields if key in words - owned}
+    found: dict[str, Recipe] = {}
+    for source in sources:
+        stem = Path(source).stem
+        label = next(name for name in (stem, *(f"{stem}-{k}" for k in range(2, 10_000))) if name not in found)
+        keys = {**resolve(source).model_dump(), **overrides}
+        found[label] = (
+            recipes.build(keys, f"{source!r} with the flags of the command line") if overrides else resolve(source)
+        )
+    return ParsedMany(first.own, found, sources, overrides)
+
+
 def resolve(source: str) -> Recipe:
     """The recipe of a bundled name, a YAML file or a run folder. Raises UserError."""
     stored = Path(source) / "recipe.yaml"

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepcredit import advantage as advantages
 from stepcredit import credit as credits_
+from stepcredit.policies.base import Conditioning
 from stepcredit.rewards.base import Judgement, RewardError, join, judge, require_finite
-from stepcredit.rollout import Groups, rollout
+from stepcredit.rollout import Groups, Trajectory, Velocity, rollout
 from stepcredit.scoring import clean_estimates
 from stepcredit.tasks import Prompt
 from stepcredit.training.guards import spike_limit
@@ -40,30 +41,12 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     clock = Clock()
 
     with clock("rollout"):
-        prompts, groups = parts.batch(iteration)
-        cond = policy.encode([prompt.text for prompt in prompts])
-        velocity = velocity_of(policy, cond, groups.prompt)
-        trajectory = rollout(
-            velocity,
-            parts.initial_noise(iteration, groups).to(policy.device),
-            parts.kernel,
-            groups.layout,
-            parts.step_noise(iteration, groups),
-            recipe.micro_batch,
-            recipe.log_prob,
-            lambda done: progress("rollout", done, recipe.steps),
-            retain=recipe.replay == "retain",
-        )
+        sampled = sample(parts, iteration, lambda done: progress("rollout", done, recipe.steps))
+        groups, velocity, trajectory = sampled.groups, sampled.velocity, sampled.trajectory
 
     progress("scoring", 0, 1)
     with clock("scoring"):
-        plan = parts.plan(groups)
-        x_0 = clean_estimates(trajectory, plan, velocity, recipe.micro_batch)
-        asked = [prompts[p] for p in groups.prompt[plan.member].tolist()]
-        judged = _judge(parts, x_0, asked)
-        values = judged.score
-        R = groups.grouped(plan.per_state(values))
-        failed = _failures(recipe, parts.reward.info.name, values, asked)
+        R, failed, components = scored(parts, sampled)
         progress("scoring", 1, 1)
 
     credit = credit_of(recipe, R, groups.trained)
@@ -71,7 +54,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
 
     progress("update", 0, 0)
     with clock("update"):
-        reference = velocity_of(policy, cond, groups.prompt, reference=True) if recipe.kl_beta > 0 else None
+        reference = velocity_of(policy, sampled.cond, groups.prompt, reference=True) if recipe.kl_beta > 0 else None
         updates: list[UpdateStats] = []
         pairs = int(groups.layout.noisy.sum()) // recipe.updates_per_rollout
         dtype = getattr(policy, "dtype", torch.float32)  # of the network behind a pipeline
@@ -112,7 +95,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     return {
         "iteration": iteration,
         **_reward_metrics(R, groups),
-        "components": _components(judged, plan.estimate[:, -1]),
+        "components": components,
         **(_credit_metrics(R, groups) if recipe.credit in DENSE else {}),
         "advantage_abs": _per_step(advantage.abs(), groups.trained),
         "trained": groups.layout.noisy.any(0).tolist(),
@@ -132,6 +115,61 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
         "phase_seconds": clock.seconds,
         "model_evaluations": state.model_evaluations,
     }
+
+
+class Sampled(NamedTuple):
+    """Trajectories of an iteration, and what they are trajectories of."""
+
+    prompts: list[Prompt]
+    groups: Groups
+    cond: Conditioning
+    velocity: Velocity
+    """Under the weights as they are whenever it is called."""
+    trajectory: Trajectory
+
+
+def sample(parts: Setup, iteration: int, progress: Callable[[int], None] | None = None) -> Sampled:
+    """The rollout of an iteration; ``progress`` is called with the number of steps done.
+
+    Raises FloatingPointError as :func:`stepcredit.rollout.rollout` does.
+    """
+    prompts, groups = parts.batch(iteration)
+    cond = parts.policy.encode([prompt.text for prompt in prompts])
+    velocity = velocity_of(parts.policy, cond, groups.prompt)
+    trajectory = rollout(
+        velocity,
+        parts.initial_noise(iteration, groups).to(parts.policy.device),
+        parts.kernel,
+        groups.layout,
+        parts.step_noise(iteration, groups),
+        parts.recipe.micro_batch,
+        parts.recipe.log_prob,
+        progress,
+        retain=parts.recipe.replay == "retain",
+    )
+    return Sampled(prompts, groups, cond, velocity, trajectory)
+
+
+class Scored(NamedTuple):
+    """What the states of some trajectories earned."""
+
+    R: Tensor
+    """float32 ``[groups, G, T + 1]``; NaN where a state is not scored or its sample failed."""
+    failed: int
+    """Samples without a reward."""
+    components: dict[str, float]
+    """Mean of every part of the reward over the final images."""
+
+
+def scored(parts: Setup, sampled: Sampled) -> Scored:
+    """Rewards of the states that the recipe's credit scheme asks for. Raises RewardError."""
+    plan = parts.plan(sampled.groups)
+    x_0 = clean_estimates(sampled.trajectory, plan, sampled.velocity, parts.recipe.micro_batch)
+    asked = [sampled.prompts[p] for p in sampled.groups.prompt[plan.member].tolist()]
+    judged = _judge(parts, x_0, asked)
+    failed = _failures(parts.recipe, parts.reward.info.name, judged.score, asked)
+    R = sampled.groups.grouped(plan.per_state(judged.score))
+    return Scored(R, failed, _components(judged, plan.estimate[:, -1]))
 
 
 def credit_of(recipe: Recipe, R: Tensor, trained: Tensor) -> Tensor:
