@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a recipe, with live progress; ends with an evaluation and a report",
     "eval": "evaluate base and trained weights on the same prompts and noise",
     "sample": "write a PNG grid of images of a base model or a run",
+    "inspect": "write a page that shows where in its trajectories a model earns its reward, and every scheme's credit",
     "plan": "what a recipe costs, counted before anything runs",
     "check": "prove on this machine that a recipe can be trained: ratio 1, level 0 = ODE, reward, one update",
     "audit": "which credit scheme, kernel and window has how much signal, measured without training",
