@@ -98,13 +98,22 @@ def test_ocr_with_the_published_test(data, monkeypatch):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        ("geneval", ["geneval/evaluation_metadata.jsonl", "curl", "djghosh13/geneval", "STEPCREDIT_DATA"]),
-        ("ocr", ["ocr/test.txt", "curl", "flow_grpo", "heldout_prompts"]),
+        (
+            "geneval",
+            [
+                "geneval/evaluation_metadata.jsonl",
+                "stepcredit data get geneval",
+                "djghosh13/geneval",
+                "STEPCREDIT_DATA",
+            ],
+        ),
+        ("ocr", ["ocr/test.txt", "stepcredit data get ocr", "flow_grpo", "heldout_prompts"]),
         ("pickscore", ["pickscore/test.txt", "heldout_prompts", "STEPCREDIT_DATA"]),
     ],
 )
 def test_absent_data_names_the_file_and_how_to_get_it(task, words, tmp_path, monkeypatch):
     monkeypatch.setenv("STEPCREDIT_DATA", str(tmp_path))
+    monkeypatch.setenv("STEPCREDIT_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError) as caught:
         tasks.prompts_of(tasks.get(task))
     assert "\n" not in str(caught.value)

@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "prove on this machine that a recipe can be trained: ratio 1, level 0 = ODE, reward, one update",
     "audit": "which credit scheme, kernel and window has how much signal, measured without training",
     "recipes": "list, show or copy the bundled recipes",
+    "data": "list or fetch prompt files that other projects published",
     "export": "write a run's weights so that others open them: a LoRA for diffusers, a card, a before/after grid",
     "serve-reward": "serve a reward over HTTP for the reward `remote`",
     "pretrain": "rebuild the base model of a desk task",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stepcredit.folders import cache_root
 from stepcredit.rewards.base import RewardError
 
 # Repository code is never run and pickled weights are never read: both stay off by leaving the library's defaults
@@ -25,11 +25,8 @@ class Hub:
 
 
 def cache_folder(name: str) -> Path:
-    """Folder of converted weights: ``$STEPCREDIT_CACHE``, else the user's cache, ``/weights/<name>``."""
-    root = os.environ.get("STEPCREDIT_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stepcredit"
-    )
-    return Path(root).expanduser() / "weights" / name
+    """Folder of converted weights: ``weights/<name>`` in the user's cache."""
+    return cache_root() / "weights" / name
 
 
 def library(reward: str) -> Any:

@@ -14,15 +14,9 @@ from typing import Any
 
 from stepcredit import noise
 from stepcredit.rewards.mask2former_names import COCO as OBJECTS
+from stepcredit.tasks import data
 from stepcredit.tasks.base import Prompt
-from stepcredit.tasks.data import Published
 
-TEST = Published(
-    path="geneval/evaluation_metadata.jsonl",
-    url="https://raw.githubusercontent.com/djghosh13/geneval/main/prompts/evaluation_metadata.jsonl",
-    sha256="5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13",
-    licence="MIT",
-)
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 MIRRORED = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 COUNTS = {"two": 2, "three": 3, "four": 4}
@@ -39,7 +33,7 @@ def train_prompts() -> list[Prompt]:
 
 def test_prompts() -> list[Prompt]:
     """The published test prompts. Raises UserError if the file is absent."""
-    return TEST.read()
+    return data.get("geneval").read()
 
 
 def apart(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> list[Prompt]:

@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from stepcredit import noise
+from stepcredit.tasks import data
 from stepcredit.tasks.base import Prompt
-from stepcredit.tasks.data import Published
 
-TEST = Published(
-    path="ocr/test.txt",
-    url="https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt",
-    sha256="4dd8caf3ab6ade73bd376c7d14c6ca49b6eacfb1bd321e22c40714ae4a98d4dc",
-    licence="MIT",
-)
 COUNT = 4000
 """Training prompts."""
 
@@ -76,7 +70,7 @@ def train_prompts() -> list[Prompt]:
 
 def test_prompts() -> list[Prompt]:
     """The 1,018 published test prompts. Raises UserError if the file is absent."""
-    return TEST.read()
+    return data.get("ocr").read()
 
 
 def apart(train: Sequence[Prompt], heldout: Sequence[Prompt]) -> list[Prompt]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
-from pathlib import Path
 
-from stepcredit.errors import UserError
-from stepcredit.tasks import files
+from stepcredit.tasks import data
 from stepcredit.tasks.base import Prompt
-from stepcredit.tasks.data import VARIABLE
 
 _SUBJECTS = (
     "a red bicycle",
@@ -23,26 +19,15 @@ _STYLES = ("in morning fog", "as an oil painting", "at night under a full moon",
 
 
 def train_prompts() -> list[Prompt]:
-    """Prompts of ``pickscore/train.txt`` in the data folder. Raises UserError, naming the remedy, if it is absent."""
-    return _read("train.txt", "train_prompts")
+    """Prompts of ``pickscore/train.txt``, yours or fetched. Raises UserError, naming the remedy, if it is absent."""
+    return data.get("pickscore-sfw-train").read()
 
 
 def test_prompts() -> list[Prompt]:
-    """Prompts of ``pickscore/test.txt`` in the data folder. Raises UserError, naming the remedy, if it is absent."""
-    return _read("test.txt", "heldout_prompts")
+    """Prompts of ``pickscore/test.txt``, yours or fetched. Raises UserError, naming the remedy, if it is absent."""
+    return data.get("pickscore-sfw").read()
 
 
 def practice() -> list[Prompt]:
     """A few prompts of our own, enough for a rehearsal."""
     return [Prompt(f"{subject} {style}") for subject, style in product(_SUBJECTS, _STYLES)]
-
-
-def _read(name: str, key: str) -> list[Prompt]:
-    path = Path(os.environ.get(VARIABLE) or "data").expanduser() / "pickscore" / name
-    if not path.is_file():
-        raise UserError(
-            f"task 'pickscore' has no prompts of its own and {str(path)!r} is absent: set {key} to a file with one "
-            f"prompt a line, or {VARIABLE} to a folder that has pickscore/{name} (for example the split pickscore_sfw "
-            "of https://github.com/yifan123/flow_grpo, folder dataset)"
-        )
-    return files.read(path)

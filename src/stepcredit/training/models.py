@@ -6,7 +6,6 @@ refused from names and configurations is refused by the sketch, before anything 
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from stepcredit import policies, tasks
 from stepcredit.errors import UserError, nearest
+from stepcredit.folders import cache_root
 from stepcredit.policies import desk
 from stepcredit.policies.base import Policy
 from stepcredit.policies.desk import DeskPolicy
@@ -102,8 +102,7 @@ def cache_folder(recipe: Recipe) -> Path | None:
     """Folder of the recipe's text embeddings; None if they are not kept."""
     if recipe.embedding_cache != "auto":
         return Path(recipe.embedding_cache).expanduser() if recipe.embedding_cache else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("STEPCREDIT_CACHE") or Path(base, "stepcredit")).expanduser() / "embeddings"
+    return cache_root() / "embeddings"
 
 
 def _desk(recipe: Recipe) -> DeskPolicy:
