@@ -35,4 +35,6 @@ def inspection(
         {"steps": steps, "window": (0, steps - 1), "group_size": members, "prompts_per_iteration": 1,
          "micro_batch": members, "credit": "gae", "lam": 0.3, "advantage": "joint"}
     )  # fmt: skip
-    return Inspection(Prompt(prompt), recipe, kernel.grid, kernel.std, trained, tuple(made), "compose", "compose")
+    return Inspection(
+        Prompt(prompt), recipe, kernel.grid, kernel.level, kernel.std, trained, tuple(made), "compose", "compose"
+    )

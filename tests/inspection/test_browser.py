@@ -151,6 +151,50 @@ def test_light_and_dark_follow_the_reader_and_the_switch(opened, url):
     assert opened.run(paper) == light
 
 
+CONTRAST = """(() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+  const light = colour => {
+    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    const linear = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(c => c / 255)
+      .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  return Math.min(...[...document.querySelectorAll('.map td')].map(cell => {
+    const style = getComputedStyle(cell);
+    const both = [light(style.color), light(style.backgroundColor)].sort((a, b) => a - b);
+    return (both[1] + 0.05) / (both[0] + 0.05);
+  }));
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_numbers_stand_out_from_their_cells(opened, url, dark):
+    """WCAG's contrast of 4.5 for text, at the strongest colour too."""
+    opened.open(url, dark=dark)
+    assert 4.5 <= opened.run(CONTRAST) < 21
+    switch(opened, show="advantage", scheme="uniform", normalisation="group")
+    assert opened.run(CONTRAST) >= 4.5
+
+
+@pytest.mark.parametrize(("size", "looks", "steps", "width"), [(24, 2, 28, 1280), (24, 1, 6, 1280), (100, 2, 10, 375)])
+def test_curve_map_and_strip_share_a_ruler(browser, tmp_path, size, looks, steps, width):
+    """A cell stands between the pictures of its two states, and under its part of the curve."""
+    path = tmp_path / "page.html"
+    path.write_text(page.render(inspection(size=size, looks=looks, members=2, steps=steps)), encoding="utf-8")
+    browser.open(path.as_uri(), width=width)
+    middle = "(e => { const b = e.getBoundingClientRect(); return b.x + b.width / 2 })"
+    for step in (0, steps - 1):
+        before, after = (
+            browser.run(f"{middle}(document.querySelector('.strip img[data-state=\"{i}\"]'))") for i in (step, step + 1)
+        )
+        cell = browser.run(f"{middle}(document.querySelector('.map td[data-step=\"{step}\"]'))")
+        assert cell == pytest.approx((before + after) / 2, abs=1)
+        drawn = "wide" if width > 640 else "narrow"
+        state = browser.run(f"""(() => {{ const c = document.querySelector('.{drawn}-only svg.curves');
+            return c.getBoundingClientRect().x + Number(c.dataset.left) + {step} * c.dataset.pitch }})()""")
+        assert state == pytest.approx(before, abs=1)
+
+
 def test_pictures_are_enlarged_by_whole_factors_without_blur(opened):
     image = "document.querySelector('.strip img')"
     width = opened.run(f"{image}.getBoundingClientRect().width")

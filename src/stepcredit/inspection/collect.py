@@ -52,6 +52,8 @@ class Inspection:
     """The recipe as inspected: one prompt, with the members shown."""
     grid: Tensor
     """float64 ``[T + 1]``: times of the states."""
+    level: float
+    """Noise level of the kernel."""
     std: Tensor
     """float64 ``[T]``: noise of the kernel at each step, whether the window lets it take any or not."""
     trained: Tensor
@@ -131,6 +133,7 @@ def inspection(parts: Setup, prompt: Prompt, looks: Sequence[Look], model: str =
         prompt=prompt,
         recipe=parts.recipe,
         grid=parts.kernel.grid,
+        level=parts.kernel.level,
         std=parts.kernel.std,
         trained=parts.batch(ITERATION)[1].layout.noisy,
         looks=tuple(looks),

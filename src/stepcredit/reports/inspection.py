@@ -213,13 +213,12 @@ def _keys(options: Mapping[str, Any]) -> str:
 
 def _facts(seen: Inspection) -> list[tuple[str, str]]:
     recipe = seen.recipe
-    level = f", level {recipe.level:g}" if recipe.level is not None else ""
     start = "one noise for all members" if recipe.shared_noise else "a noise of its own for each member"
     return [
         ("Model", seen.model),
         ("Reward", seen.reward),
         ("Group", f"{seen.trained.shape[0]} members"),
-        ("Kernel", f"{recipe.kernel}{level}"),
+        ("Kernel", f"{recipe.kernel}, level {seen.level:g}"),
         ("Estimate", recipe.estimate + (f", {recipe.substeps} substeps" if recipe.estimate == "substeps" else "")),
         ("Start", start),
         ("Seed", str(recipe.seed)),

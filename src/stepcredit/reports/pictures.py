@@ -13,6 +13,8 @@ from stepcredit.reports.style import data_uri
 
 BUDGET = 2_000_000
 """Bytes of picture data that a page may carry, where pictures are reduced at all."""
+WIDEST = 72
+"""Most CSS pixels of a picture in a strip."""
 LONGEST = (192, 160, 128, 96, 64)
 """Longer sides that are tried in turn until all pictures fit."""
 
@@ -47,16 +49,19 @@ def layout(size: tuple[int, int], states: int, looks: int) -> Layout:
     """Measures for strips of ``states`` pictures of ``size`` (height, width), ``looks`` of them side by side."""
     height, width = size
     sharp = max(size) <= SHARP
-    wide = _side(width, states, 594 if looks > 1 else 960, 44, 72, sharp)
-    narrow = _side(width, states, 333, 34, 72, sharp)
+    # a wide page has numbers in its map, for which a step needs room; a phone has colours alone
+    wide = _side(width, states, 594 if looks > 1 else 960, 44, 50, sharp)
+    narrow = _side(width, states, 333, 34, 26, sharp)
     large = width * max(1, round(144 / width)) if sharp else 160
     return Layout((wide, narrow), height / width, sharp, large)
 
 
-def _side(width: int, states: int, room: int, label: int, most: int, sharp: bool) -> Side:
-    tile = min(most, (room - label) // states - 2)
-    tile = max(1, tile // width) * width if sharp else max(32, tile)
-    return Side(label, tile, max(tile + 2, min((room - label) // states, tile + 8)))
+def _side(width: int, states: int, room: int, label: int, least: int, sharp: bool) -> Side:
+    """Measures that use the room, or go beyond it where a state would get less than ``least``."""
+    each = max(least, (room - label) // states)
+    tile = min(WIDEST, each - 2)
+    tile = max(1, tile // width) * width if sharp else tile
+    return Side(label, tile, max(tile + 2, min(each, WIDEST + 8)))
 
 
 def encode(looks: Sequence[Look]) -> list[list[list[str]]]:

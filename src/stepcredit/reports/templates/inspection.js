@@ -210,7 +210,9 @@
 
   for (const look of looks) {
     look.section.addEventListener("pointermove", (event) => {
-      under = found(look, event);
+      const place = found(look, event);
+      if (place?.member === under?.member && place?.step === under?.step) return;
+      under = place;
       point();
     });
     look.section.addEventListener("pointerleave", () => { under = null; point(); });
