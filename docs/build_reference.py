@@ -14,6 +14,7 @@ MODULES = (
     "training.recipe", "training.setup", "training.iteration", "training.update", "training.evaluation",
     "training.trainer", "training.checkpoint",
     "audit.estimators", "audit.gradients", "audit.schemes", "audit.measure", "audit.result",
+    "comparison.curves", "comparison.runs", "comparison.summary", "comparison.diversity",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from stepcredit.audit import estimators
+from stepcredit.training.stats import t_quantile
 
 D, N = 40, 12
 MU_K = np.zeros(D)
@@ -101,4 +102,4 @@ def test_what_is_not_resolved_is_nan_and_two_groups_have_no_interval():
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (9, 2.262), (30, 2.042), (1000, 1.962)])
 def test_quantiles_of_students_t(freedom, quantile):
-    assert estimators.student_t(freedom) == pytest.approx(quantile, rel=0.003)
+    assert t_quantile(freedom) == pytest.approx(quantile, rel=0.003)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepcredit.training.stats import Interval
+from stepcredit.training.stats import Interval, t_quantile
 
 Array = NDArray[np.float64]
 
@@ -43,7 +43,7 @@ class Replicated:
         if n < 2:
             return Interval(self.value, math.nan, math.nan)
         deviation = self.left_out - self.left_out.mean()
-        half = student_t(n - 1) * math.sqrt((n - 1) / n * float(deviation @ deviation))
+        half = t_quantile(n - 1) * math.sqrt((n - 1) / n * float(deviation @ deviation))
         return Interval(self.value, self.value - half, self.value + half)
 
 
@@ -125,17 +125,3 @@ def progress(p: Products, groups: float) -> Replicated:
         return np.asarray(along / np.sqrt(np.maximum(square, power / groups)))
 
     return p.along.map(ratio, p.signal, p.power)
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t (Cornish-Fisher; within 0.3 % from 4 degrees of freedom on)."""
-    exact = {1: 12.706, 2: 4.303, 3: 3.182}
-    if freedom in exact:
-        return exact[freedom]
-    z, v = 1.959964, float(freedom)
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )

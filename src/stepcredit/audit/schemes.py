@@ -15,13 +15,8 @@ from stepcredit.errors import UserError
 from stepcredit.training import recipe as recipes
 from stepcredit.training.iteration import credit_of
 from stepcredit.training.recipe import Recipe
-from stepcredit.training.setup import DENSE, Setup, setup
+from stepcredit.training.setup import DENSE, POLICY, Setup, setup
 
-POLICY = (
-    *("task", "model", "reward", "reward_options", "train_prompts", "revision", "resolution", "guidance_scale"),
-    *("max_sequence_length", "tuning", "lora_rank", "lora_alpha", "lora_targets", "precision", "device"),
-)
-"""Keys that name the policy, its prompts and its reward: one audit has one of each."""
 ROLLOUT = (
     *("group_size", "steps", "kernel", "level", "latent_dtype", "shared_noise", "window", "window_size", "branch"),
 )

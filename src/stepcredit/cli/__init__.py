@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "write a page that shows where in its trajectories a model earns its reward, and every scheme's credit",
     "plan": "what a recipe costs, counted before anything runs",
     "check": "prove on this machine that a recipe can be trained: ratio 1, level 0 = ODE, reward, one update",
+    "compare": "train several recipes with the same seeds: curves, ratios to a target, intervals, a page",
     "audit": "which credit scheme, kernel and window has how much signal, measured without training",
     "recipes": "list, show or copy the bundled recipes",
     "data": "list or fetch prompt files that other projects published",

@@ -116,10 +116,10 @@ def run_folder(run: str, out: Path) -> Path:
     raise UserError(f"no run {run!r}{nearest(run, found)}{listed}")
 
 
-def console() -> Console:
+def console(stderr: bool = False) -> Console:
     """Where commands print: as wide as the terminal, or wide enough for a table where the output goes to a file."""
-    width = None if sys.stdout.isatty() else 120
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, soft_wrap=True, width=None if stream.isatty() else 120)
 
 
 def table(title: str, *columns: str) -> Table:

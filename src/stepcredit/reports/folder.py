@@ -51,7 +51,7 @@ class RunFolder:
         """The images of ``evaluations/STEM.jsonl``; empty if it is not there."""
         return tuple(
             Row(str(line.get("prompt", "")), str(line.get("tag") or ""), slot, number(line.get("reward")))
-            for line in _lines(self.path / "evaluations" / f"{stem}.jsonl")
+            for line in lines(self.path / "evaluations" / f"{stem}.jsonl")
             if isinstance(slot := line.get("slot"), int)
         )
 
@@ -69,7 +69,7 @@ def read(path: Path) -> RunFolder:
     if not any((path / name).is_file() for name in ("recipe.yaml", "metrics.jsonl", "summary.json")):
         raise UserError(f"{str(path)!r} is not a run: it has no recipe.yaml; give the folder that `train` wrote")
     by_iteration = {
-        line["iteration"]: line for line in _lines(path / "metrics.jsonl") if isinstance(line.get("iteration"), int)
+        line["iteration"]: line for line in lines(path / "metrics.jsonl") if isinstance(line.get("iteration"), int)
     }
     recipe_text = _text(path / "recipe.yaml")
     return RunFolder(
@@ -156,7 +156,7 @@ def _recipe(text: str) -> Object:
         return {}
 
 
-def _lines(path: Path) -> list[Object]:
+def lines(path: Path) -> list[Object]:
     """The JSON objects of a .jsonl file; a line torn by a crash is passed over."""
     found: list[Object] = []
     for line in _text(path).split("\n"):  # not splitlines: a prompt may hold U+2028

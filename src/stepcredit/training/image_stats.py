@@ -32,3 +32,15 @@ def image_statistics(images: Tensor) -> dict[str, float]:
         "colour_entropy": float(entropy.mean()),
         "diversity": float((images - others).square().flatten(1).mean(1).sqrt().mean()),
     }
+
+
+def pairwise_diversity(images: Tensor) -> float:
+    """Root mean squared pixel difference of two images of one prompt, mean over pairs and prompts.
+
+    images ``[P, M, 3, H, W]`` in [0, 1], M >= 2 images of each of P prompts. It falls when a policy comes to draw every
+    prompt in one way, which the diversity between prompts does not show.
+    """
+    flat = images.float().clamp(0, 1).flatten(2)
+    members = flat.shape[1]
+    pairs = [(flat[:, a] - flat[:, b]).square().mean(-1).sqrt() for a in range(members) for b in range(a)]
+    return float(torch.stack(pairs).mean())

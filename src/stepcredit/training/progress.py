@@ -117,7 +117,7 @@ def plain_line(progress: Progress, metrics: Mapping[str, Any]) -> str:
     if iteration != 0:
         parts += _health(progress.metrics)
         if (remaining := progress.remaining) is not None:
-            parts.append(f"{_clock(remaining)} left")
+            parts.append(f"{clock(remaining)} left")
     return "  ".join(parts)
 
 
@@ -172,14 +172,14 @@ def _position(progress: Progress, phase: tuple[str, int, int]) -> Table:
         row.add_column(no_wrap=k != 1, max_width=20 if k == 1 else None)  # a narrow terminal shortens the bar first
     inside = f"{clean(name)} {done}/{total}" if total > 0 else f"{clean(name)} {done}" if done else clean(name)
     remaining = progress.remaining
-    left = f", about {_clock(remaining)} left" if remaining is not None and name else ""
+    left = f", about {clock(remaining)} left" if remaining is not None and name else ""
     row.add_row(
         Text(f"iteration {progress.done}/{progress.total}", style="bold"),
         ProgressBar(
             total=max(progress.total, 1), completed=progress.done, complete_style="cyan", finished_style="green"
         ),
         Text(inside, style="cyan"),
-        Text(f"{_clock(progress.elapsed)} elapsed{left}", style="dim"),
+        Text(f"{clock(progress.elapsed)} elapsed{left}", style="dim"),
     )
     return row
 
@@ -228,7 +228,7 @@ def _interval(value: Mapping[str, Any], sign: str = "") -> str:
     return f"{mean:{sign}.3f}{bounds}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """``0:07``, ``12:34``, ``3:04:05``."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)

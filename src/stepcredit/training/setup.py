@@ -25,6 +25,11 @@ from stepcredit.training.recipe import Recipe
 
 DENSE = frozenset({"gain", "turning_point", "turning_point_smooth", "gae"})
 """Credit schemes that need the reward of every state; the others need the final image's alone."""
+POLICY = (
+    *("task", "model", "reward", "reward_options", "train_prompts", "revision", "resolution", "guidance_scale"),
+    *("max_sequence_length", "tuning", "lora_rank", "lora_alpha", "lora_targets", "precision", "device"),
+)
+"""Keys that name the policy, its prompts and its reward."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Comparisons: several recipes trained with the same seeds, and what can be said of their differences."""
