@@ -164,3 +164,15 @@ def test_a_group_without_differences_says_so():
     seen.looks[0].R[:] = seen.looks[0].R[:1].clone()
     assert "teaches nothing" in page.render(seen)
     assert "teaches nothing" not in page.render(inspection())
+
+
+def test_a_sample_without_a_reward_is_a_gap_not_a_number():
+    seen = inspection(looks=1)
+    seen.looks[0].R[1, 2] = torch.nan
+    text = page.render(seen)
+    told = embedded(text)["looks"][0]
+    assert told["R"][1] == [0.0, 0.25, None, 0.5, 0.5]
+    assert told["gain"][1] == [0.25, None, None, 0.0]
+    assert told["credit"]["gain"][1] == [None] * 4  # it leaves its group
+    assert told["advantage"]["gain"]["joint"][1] == [0.0] * 4
+    assert "State 2, reward –" in text

@@ -24,7 +24,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def render(template: str, **context: Any) -> str:
-    """A page from one of the templates, self-contained: all text escaped, style inline, no script, no request."""
+    """A page from one of the templates, self-contained: all text escaped, style inline, no request."""
     return _environment().get_template(template).render(version=__version__, style=_style_sheet(), **context)
 
 
