@@ -11,7 +11,7 @@ from stepcredit import advantage as advantages
 from stepcredit.audit.estimators import alignment, pair_mean, products
 from stepcredit.audit.gradients import Sketch
 from stepcredit.audit.measure import measure
-from stepcredit.audit.result import _window, summarise
+from stepcredit.audit.result import _window, advice, summarise
 from stepcredit.audit.schemes import prepare, reference_advantage, shapes
 from stepcredit.errors import UserError
 from stepcredit.training.iteration import credit_of, sample, scored
@@ -164,6 +164,39 @@ def test_a_window_is_proposed_where_the_last_steps_are_noise():
     assert _window(np.array([0.5, 0.5, 0.0]), np.array([0.1, 0.1, 0.8])) == [0, 2]
     assert _window(np.array([0.4, 0.3, 0.3]), np.array([0.4, 0.3, 0.3])) is None
     assert _window(np.array([0.0, 1.0]), np.array([0.0, 1.0])) is None
+
+
+def interval(mean: float, half: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def row(
+    label: str, ratio: float, *, half: float = 0.2, cosine: float = 1.0, noise=(0.3, 0.3, 0.4), window=None
+) -> dict:
+    return {
+        "label": label, "credit": "gain", "advantage": "centred", "kernel": "cps", "level": 0.8, "window": None,
+        "sampler_steps": 3, "estimate": "2 substeps", "progress_at_equal_cost": interval(0.1 * ratio, 0.1 * half),
+        "ratio": interval(ratio, half), "alignment": interval(cosine, 0.05),
+        "steps": {"proposed_window": window, "share_of_noise": list(noise)},
+    }  # fmt: skip
+
+
+def test_the_advice_says_what_the_intervals_allow():
+    base = row("one", 1.0, half=0.0)
+    clear = advice({"groups": 64, "schemes": [base, row("two", 1.5)]})
+    assert clear.startswith("Take two: credit gain, advantage centred, kernel cps 0.8, window [0, 3), 2 substeps; ")
+    assert clear.endswith("at equal cost an update gains 1.50 [1.30, 1.70] times what one gains.")
+    close = advice({"groups": 64, "schemes": [base, row("two", 1.1)]})
+    assert "1.10 [0.90, 1.30] times what one gains, which 64 groups do not tell from 1" in close
+    first = advice({"groups": 64, "schemes": [base, row("two", 0.5), row("three", 0.9)]})
+    assert first.startswith("Take one")
+    assert "none of the others gains more at equal cost, and 1 of 2 gain clearly less" in first
+    biased = advice({"groups": 64, "schemes": [base, row("two", 1.5, cosine=0.6, window=[0, 2])]})
+    assert "biased, with a cosine of 0.60 [0.55, 0.65]" in biased
+    assert "audit it again with --window 0 2" in biased
+    hidden = advice({"groups": 64, "schemes": [row("one", 0.1, half=0.5, noise=(0.1, 0.1, 0.8))]})
+    assert hidden.startswith("No scheme's signal stands out of the noise of 64 groups")
+    assert "step 2 alone brings 80% of the noise" in hidden
 
 
 def test_recipes_on_another_policy_are_refused(small):

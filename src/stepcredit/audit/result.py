@@ -19,6 +19,8 @@ FEWEST = 4
 """Groups below which nothing is estimated: intervals would be wider than any finding."""
 BIASED = 0.9
 """An alignment whose whole interval is below this is called a bias."""
+LOUD = 0.5
+"""A step with more than this share of the noise is named."""
 WORTH = 1.1
 """A window is worth proposing if it promises this many times the progress."""
 
@@ -64,7 +66,7 @@ def advice(found: Mapping[str, Any]) -> str:
     if not known:
         return (
             f"No scheme's signal stands out of the noise of {found['groups']} groups: take more --groups, or a reward "
-            "that tells the members of a group apart."
+            f"that tells the members of a group apart{_loud(rows[0])}."
         )
     best = max(known, key=lambda row: row["progress_at_equal_cost"]["mean"])
     window = best["window"] or (0, best["sampler_steps"])
@@ -82,7 +84,19 @@ def advice(found: Mapping[str, Any]) -> str:
     if best["steps"]["proposed_window"] is not None:
         a, b = best["steps"]["proposed_window"]
         words.append(f"audit it again with --window {a} {b}, outside of which its steps bring more noise than signal")
-    return "; ".join(word for word in words if word) + "."
+    return "; ".join(word for word in words if word) + _loud(best) + "."
+
+
+def _loud(row: Mapping[str, Any]) -> str:
+    """The step that brings most of the noise, where one does: it hides the signal of all others."""
+    shares = row["steps"]["share_of_noise"]
+    if sum(share > 0 for share in shares) < 3 or not max(shares) > LOUD:
+        return ""
+    step = int(np.argmax(shares))
+    return (
+        f"; in {row['label']} step {step} alone brings {shares[step]:.0%} of the noise, so leave it out of the window "
+        "or set step_weight to balanced"
+    )
 
 
 def _against_first(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any], groups: int) -> str:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stepcredit.audit.measure import measure
 from stepcredit.audit.result import FEWEST, summarise
-from stepcredit.audit.schemes import Scheme, prepare, shapes, standard
+from stepcredit.audit.schemes import prepare, shapes, standard
 from stepcredit.cli.common import console, parse_with_recipes, table
 from stepcredit.errors import UserError
 from stepcredit.training import checkpoint
@@ -89,11 +89,11 @@ def run(argv: Sequence[str]) -> int:
     if args.json:
         print(text)
     else:
-        show(found, schemes)
-    return 130 if stop.signal == 2 else 0
+        show(found)
+    return 130 if stop.reason is not None else 0
 
 
-def show(found: Mapping[str, Any], schemes: Sequence[Scheme]) -> None:
+def show(found: Mapping[str, Any]) -> None:
     """Print the result for a person."""
     out = console()
     rows = found["schemes"]

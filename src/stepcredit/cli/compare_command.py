@@ -107,7 +107,7 @@ def show(found: Mapping[str, Any], folder: Path) -> None:
         seeds = found["seeds"]
         target = "no target" if found["target"] is None else f"target {found['target']:.3f} ({found['target_kind']})"
         rows = table(
-            f"{len(seeds)} seeds, {target}; ratios and differences to the first, paired by seed",
+            f"seeds {', '.join(map(str, seeds))}; {target}; ratios and differences to the first, paired by seed",
             *("recipe", "after", "to the first", "iterations to target", "evaluations", "seconds"),
         )
         for k, recipe in enumerate(found["recipes"]):
