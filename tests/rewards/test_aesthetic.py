@@ -44,7 +44,7 @@ def test_score_is_the_head_on_the_normalised_embedding(clip_folder: Path, head: 
 
 @pytest.mark.usefixtures("offline")
 def test_absent_or_wrong_heads_are_explained(clip_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"python -m stepcredit.rewards.convert aesthetic"):
+    with pytest.raises(RewardError, match=r"stepcredit rewards convert aesthetic"):
         get("aesthetic", weights=clip_folder)
     save_file({"weight": torch.zeros(768), "bias": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(RewardError, match=r"must be weight \[12\] and bias \[1\]; got .*768"):

@@ -118,7 +118,7 @@ def test_absent_weights_are_explained(tmp_path: Path) -> None:
         get("pickscore", weights=tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"a revision .* belongs to a hub id"):
         get("pickscore", weights=tmp_path, revision="main")
-    with pytest.raises(RewardError, match=r"python -m stepcredit.rewards.convert hpsv2.1"):
+    with pytest.raises(RewardError, match=r"stepcredit rewards convert hpsv2.1"):
         get("hpsv2.1")
 
 

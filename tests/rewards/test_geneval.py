@@ -268,7 +268,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_absent_weights_are_explained() -> None:
-    with pytest.raises(RewardError, match=r"python -m stepcredit.rewards.convert geneval"):
+    with pytest.raises(RewardError, match=r"stepcredit rewards convert geneval"):
         get("geneval")
 
 

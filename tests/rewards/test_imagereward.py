@@ -166,7 +166,7 @@ def test_incomplete_files_are_refused(folder: Path) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_absent_weights_are_explained() -> None:
-    with pytest.raises(RewardError, match=r"python -m stepcredit.rewards.convert imagereward"):
+    with pytest.raises(RewardError, match=r"stepcredit rewards convert imagereward"):
         get("imagereward")
     with pytest.raises(ValueError, match="must be a folder"):
         get("imagereward", weights="zai-org/ImageReward")

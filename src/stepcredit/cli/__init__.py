@@ -20,6 +20,7 @@ COMMANDS = {
     "recipes": "list, show or copy the bundled recipes",
     "data": "list or fetch prompt files that other projects published",
     "export": "write a run's weights so that others open them: a LoRA for diffusers, a card, a before/after grid",
+    "rewards": "list the rewards, show one with its options, or convert published weights",
     "serve-reward": "serve a reward over HTTP for the reward `remote`",
     "pretrain": "rebuild the base model of a desk task",
 }

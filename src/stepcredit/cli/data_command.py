@@ -38,6 +38,7 @@ def run(argv: Sequence[str]) -> int:
         rows = table("", "name", "what", "licence", "checksum", "where")
         for column in rows.columns:
             column.justify = "left"
+        rows.columns[-1].overflow = "fold"
         for file in data.CATALOGUE.values():
             known = file.sha256[:12] if file.sha256 else "to be accepted"
             rows.add_row(file.name, file.content, file.licence, known, str(file.place() or "absent"))

@@ -72,8 +72,8 @@ class Aesthetic:
     """w . e + b with e the normalised CLIP ViT-L/14 embedding of the image; about 1 to 10, usually 4 to 7.
 
     Text-blind, and soon over-optimised (the style collapses): use it beside a reward that reads the prompt.
-    ``weights`` and ``revision``: the CLIP model; ``head``: folder of the converted head, by default where ``python -m
-    stepcredit.rewards.convert aesthetic FILE`` puts it. Raises RewardError when either is absent.
+    ``weights`` and ``revision``: the CLIP model; ``head``: folder of the converted head, by default where ``stepcredit
+    rewards convert aesthetic FILE`` puts it. Raises RewardError when either is absent.
     """
 
     def __init__(

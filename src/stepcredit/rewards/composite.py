@@ -142,7 +142,9 @@ def composite(
     group_size: int | None = None,
     **named: Any,
 ) -> Composite:
-    """A composite by names: ``{"ocr": 1.0, "pickscore": {"weight": 0.5, "device": "cuda"}}``.
+    """Several rewards as one, each z-scored within its group before the weights apply, or summed as they are.
+
+    In Python: ``{"ocr": 1.0, "pickscore": {"weight": 0.5, "device": "cuda"}}``.
 
     What stands beside ``weight`` goes to that reward as its options. The flat form of recipes says the same with one
     key for a weight and one for an option: ``{"ocr": 1.0, "pickscore": 0.5, "pickscore.device": "cuda"}``. Raises

@@ -1,7 +1,7 @@
-"""Turn a published pickle of weights into safetensors, once: ``python -m stepcredit.rewards.convert NAME [FILE]``.
+"""Turn a published pickle of weights into safetensors, once: ``stepcredit rewards convert NAME [FILE]``.
 
-The only module that reads a pickle. It does so in a process of its own, after the file's SHA-256 has been verified,
-with the loader that builds tensors and plain containers and nothing else.
+The only module that reads a pickle. It does so in a process of its own, which ``run`` starts, after the file's SHA-256
+has been verified, with the loader that builds tensors and plain containers and nothing else.
 """
 
 from __future__ import annotations
@@ -196,12 +196,12 @@ def fetch(name: str, recipe: Recipe) -> tuple[Path, str | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; prints the folder written, or one sentence on what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m stepcredit.rewards.convert", description=__doc__)
+    """What the process that ``run`` starts does; prints the folder written, or one sentence on what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=list(RECIPES))
-    parser.add_argument("file", nargs="?", type=Path, help="the published file; fetched from the hub if omitted")
-    parser.add_argument("--out", type=Path, help="folder to write; by default where the reward looks for it")
-    parser.add_argument("--sha256", help="digest to verify, for files without a known one")
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sha256")
     chosen = parser.parse_args(arguments)
     try:
         print(convert_here(chosen.name, chosen.file, chosen.out, chosen.sha256))

@@ -39,7 +39,7 @@ def hpsv21(
 ) -> ClipCosine:
     """HPSv2.1 as plain cosine, about .20 to .31 (leaderboards print it times 100).
 
-    The published file is a pickle with open_clip's names: convert it once with ``python -m stepcredit.rewards.convert
+    The published file is a pickle with open_clip's names: convert it once with ``stepcredit rewards convert
     hpsv2.1``, or give a folder of converted weights. Raises RewardError when they are absent.
     """
     source = resolve(weights, revision, cache_folder("hpsv2.1"))

@@ -95,7 +95,7 @@ class ImageReward:
     """ImageReward v1.0: unbounded, nearly always in [-2, 2]; alone it is known to corrupt images.
 
     Sees the central square of the picture and 35 tokens of the prompt. ``weights``: folder of converted weights, by
-    default where ``python -m stepcredit.rewards.convert imagereward`` puts them. RewardError when they are absent.
+    default where ``stepcredit rewards convert imagereward`` puts them. RewardError when they are absent.
     """
 
     def __init__(

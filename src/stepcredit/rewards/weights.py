@@ -111,7 +111,7 @@ def need_converted(reward: str, source: Hub | Path) -> None:
     """Raise RewardError, with the command to run, when converted weights are expected in a folder and absent."""
     if isinstance(source, Path) and not (source / "model.safetensors").is_file():
         raise RewardError(
-            f"reward {reward!r}: no converted weights in {source}: run 'python -m stepcredit.rewards.convert {reward}' "
+            f"reward {reward!r}: no converted weights in {source}: run 'stepcredit rewards convert {reward}' "
             "once, or point at a folder that has them with the option weights: FOLDER"
         )
 
