@@ -125,22 +125,3 @@ def test_equivalent_prompts_fall_on_the_same_side() -> None:
     assert len(pairs) == 90 + 360 + 2700
     assert all((text in heldout) == (other in heldout) for text, other in pairs if other in BY_TEXT)
     assert all(other in BY_TEXT for _, other in pairs)
-
-
-def test_sampling_is_balanced_without_repetition_and_deterministic() -> None:
-    drawn = p.sample_prompts("heldout", 6 * 4 + 2, seed=1)
-    counts = Counter(x.tag for x in drawn)
-    assert sorted(counts[tag] for tag in p.TAGS) == [4, 4, 4, 4, 5, 5]
-    singles = [x.text for x in p.sample_prompts("heldout", 6 * 8, seed=5) if x.tag == "single_object"]
-    assert sorted(Counter(singles).values()) == [2, 2, 2, 2]  # four exist: each comes twice in eight
-    assert drawn == p.sample_prompts("heldout", 26, seed=1)
-    assert drawn != p.sample_prompts("heldout", 26, seed=2)
-    assert {x.text for x in drawn} <= {x.text for x in p.heldout_prompts()}
-    assert p.sample_prompts("train", 0, seed=0) == []
-
-
-def test_sampling_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(ValueError, match="split 'test' is unknown; use one of train, heldout, all"):
-        p.sample_prompts("test", 1, seed=0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="n = -1"):
-        p.sample_prompts("train", -1, seed=0)

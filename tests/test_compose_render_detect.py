@@ -13,7 +13,7 @@ from torch.nn import functional
 from stepcredit.rewards import RewardError, get, score
 from stepcredit.rewards.compose import ComposeReward
 from stepcredit.rewards.geneval_rules import Box, relations
-from stepcredit.tasks.base import Prompt
+from stepcredit.tasks.base import Prompt, draw
 from stepcredit.tasks.compose import prompts as p
 from stepcredit.tasks.compose.detect import Detection, detect
 from stepcredit.tasks.compose.render import (
@@ -120,7 +120,7 @@ def test_open_colours_and_places_vary() -> None:
 
 
 def test_rendering_is_deterministic_in_the_seed() -> None:
-    prompts = p.sample_prompts("train", 24, seed=0)
+    prompts = draw(p.train_prompts(), 24, 0)
     assert torch.equal(render_batch(prompts, seed=3), render_batch(prompts, seed=3))
     assert not torch.equal(render_batch(prompts, seed=3), render_batch(prompts, seed=4))
     image, labels = render(prompts[0].metadata, seed=3)
@@ -257,7 +257,7 @@ def test_a_shape_between_two_shapes_is_not_sure_of_either() -> None:
 
 @pytest.mark.parametrize("mode", ["partial", "official", "strict"])
 def test_reward_is_one_on_rendered_pictures_and_falls_on_others(mode: str) -> None:
-    prompts = p.sample_prompts("all", 120, seed=0)
+    prompts = draw(p.all_prompts(), 120, 0)
     images = render_batch(prompts, seed=0)
     texts, metadata = [x.text for x in prompts], [x.metadata for x in prompts]
     reward = get("compose", mode=mode)
@@ -268,7 +268,7 @@ def test_reward_is_one_on_rendered_pictures_and_falls_on_others(mode: str) -> No
 
 
 def test_exact_is_where_partial_credit_is_full() -> None:
-    prompts = p.sample_prompts("all", 120, seed=1)
+    prompts = draw(p.all_prompts(), 120, 1)
     # Alternate rows get the picture of another prompt of the same tag: some still fit, some in part, some not.
     images = render_batch([prompts[(i + 6 * (i % 2)) % 120] for i in range(120)], seed=0)
     metadata, reward = [x.metadata for x in prompts], ComposeReward()

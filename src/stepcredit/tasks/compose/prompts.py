@@ -8,18 +8,15 @@ as in GenEval's ``evaluation_metadata.jsonl``: the clause that carries ``positio
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepcredit.tasks.base import Prompt
-
-Split = Literal["train", "heldout", "all"]
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange")
@@ -153,32 +150,3 @@ def train_prompts() -> list[Prompt]:
 def heldout_prompts() -> list[Prompt]:
     """Prompts never trained on: about 25 % of every tag, with no equivalent among :func:`train_prompts`."""
     return list(_splits()[1])
-
-
-@cache
-def _by_tag(split: Split) -> dict[str, tuple[Prompt, ...]]:
-    train, heldout = _splits()
-    pools = {"train": train, "heldout": heldout, "all": _all()}
-    if split not in pools:
-        raise ValueError(f"split {split!r} is unknown; use one of {', '.join(pools)}")
-    return {tag: tuple(p for p in pools[split] if p.tag == tag) for tag in TAGS}
-
-
-def sample_prompts(split: Split, n: int, seed: int) -> list[Prompt]:
-    """Draw ``n`` prompts of a split ("train", "heldout" or "all"), deterministic in ``seed``.
-
-    The tags take turns, so every tag has n/6 prompts up to rounding, in any prefix too. Within a tag no prompt comes
-    twice before all have come once. Raises ValueError for a negative ``n`` or an unknown split.
-    """
-    if n < 0:
-        raise ValueError(f"n = {n} prompts cannot be drawn; use 0 or more")
-    pools = _by_tag(split)
-    turn = random.Random(f"{seed} turn").sample(TAGS, len(TAGS))
-    columns: list[list[Prompt]] = []
-    for place, tag in enumerate(turn):
-        rng, quota = random.Random(f"{seed} {tag}"), len(range(place, n, len(TAGS)))
-        drawn: list[Prompt] = []
-        while len(drawn) < quota:
-            drawn += rng.sample(pools[tag], min(quota - len(drawn), len(pools[tag])))
-        columns.append(drawn)
-    return [columns[i % len(TAGS)][i // len(TAGS)] for i in range(n)]
