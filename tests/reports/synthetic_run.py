@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from stepcredit.training.stats import bootstrap
+from stepcredit.training.comparison import over_prompts
 
 STEPS = 10
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -109,7 +109,8 @@ def _ledger() -> dict[str, float]:
 
 
 def _interval(values: Any, slots: list[dict[str, Any]]) -> dict[str, float]:
-    return bootstrap(np.asarray(values, dtype=float), [slot["prompt"] for slot in slots]).as_dict()
+    prompts, tags = [slot["prompt"] for slot in slots], [slot["tag"] for slot in slots]
+    return over_prompts(np.asarray(values, dtype=float), prompts, tags).as_dict()
 
 
 def _evaluation(slots: list[dict[str, Any]], rewards: Any, progress: float) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def _print_result(folder: Path, summary: dict[str, Any]) -> None:
         out.print(f"exactly right    {before['mean']:.1%} -> {after['mean']:.1%}")
     out.print(
         f"{summary['iterations']} iterations in {summary['seconds']:.0f} s of training, "
-        f"{summary['model_evaluations']} model evaluations; intervals are 95 %, paired and clustered by prompt"
+        f"{summary['model_evaluations']} model evaluations; intervals are 95 %, over prompts in their tags"
     )
     if summary["guards"]["fired"] and summary["best_iteration"]:
         best = folder / "checkpoints" / "best"

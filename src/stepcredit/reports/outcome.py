@@ -12,7 +12,8 @@ from stepcredit.reports import figures, folder, style
 from stepcredit.reports.figures import NARROW, THIRD, WIDE, Chart, Line, binned
 from stepcredit.reports.folder import Object, RunFolder, estimate, lookup, mapping, mean_of
 from stepcredit.reports.svg import Values, known, tick_labels, ticks
-from stepcredit.training.stats import Interval, bootstrap
+from stepcredit.training.comparison import over_prompts
+from stepcredit.training.stats import Interval
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,17 @@ def held_out(run: RunFolder) -> Curve:
     common = set.intersection(*({row.slot for row in some} for some in rows.values())) if rows else set()
     for k, some in rows.items():
         kept = [row for row in some if row.slot in common]
-        points[k] = interval_of([row.reward for row in kept], [row.prompt for row in kept]) or points.get(k)
+        points[k] = interval_of([row.reward for row in kept], [(row.prompt, row.tag) for row in kept]) or points.get(k)
     there = {k: point for k, point in sorted(points.items()) if point is not None}
     return Curve(tuple(there), tuple(there.values()), len(common) or None)
 
 
-def interval_of(values: Values, prompts: Sequence[str]) -> Interval | None:
-    """Mean of the values that are there, its interval clustered by prompt; None if none is."""
+def interval_of(values: Values, asked: Sequence[tuple[str, str]]) -> Interval | None:
+    """Mean of the values that are there, its interval over the (prompt, tag) each belongs to; None if none is."""
     if not known(values):
         return None
-    return bootstrap([math.nan if v is None else v for v in values], prompts)
+    prompts, tags = [prompt for prompt, _ in asked], [tag for _, tag in asked]
+    return over_prompts([math.nan if v is None else v for v in values], prompts, tags)
 
 
 def reward_curve(run: RunFolder, curve: Curve) -> tuple[Markup, Markup]:
@@ -122,14 +124,14 @@ def comparison(run: RunFolder) -> Comparison:
         later = run.evaluation(f"iteration-{iteration:06d}") if iteration is not None else ()
     by_slot = {(row.slot, row.prompt): row.reward for row in later}
     matched = [
-        (row.prompt, row.tag, row.reward, after)
+        ((row.prompt, row.tag), row.reward, after)
         for row in run.evaluation("iteration-000000")
         if row.reward is not None and (after := by_slot.get((row.slot, row.prompt))) is not None
     ]
     told = mapping(run.summary.get("per_tag"))
     rows = []
-    for tag in dict.fromkeys([*told, *sorted({tag for _, tag, _, _ in matched})]):
-        some = [(prompt, b, a) for prompt, t, b, a in matched if t == tag]
+    for tag in dict.fromkeys([*told, *sorted({tag for (_, tag), _, _ in matched})]):
+        some = [pair for pair in matched if pair[0][1] == tag]
         before = folder.mean([b for _, b, _ in some]) if some else mean_of(lookup(told, tag, "before"))
         after = folder.mean([a for _, _, a in some]) if some else mean_of(lookup(told, tag, "after"))
         if before is not None and after is not None:
@@ -139,16 +141,16 @@ def comparison(run: RunFolder) -> Comparison:
     return Comparison(
         iteration=iteration,
         total=len(matched),
-        better=sum(after > before for _, _, before, after in matched),
-        worse=sum(after < before for _, _, before, after in matched),
-        change=_change([(prompt, before, after) for prompt, _, before, after in matched]),
+        better=sum(after > before for _, before, after in matched),
+        worse=sum(after < before for _, before, after in matched),
+        change=_change(matched),
         axis=(labels[0], labels[-1]),
         tags=tuple(_row(*row, axis=(marks[0], marks[-1])) for row in rows) if any(row[0] for row in rows) else (),
     )
 
 
-def _change(pairs: Sequence[tuple[str, float, float]]) -> Interval | None:
-    return interval_of([after - before for _, before, after in pairs], [prompt for prompt, _, _ in pairs])
+def _change(pairs: Sequence[tuple[tuple[str, str], float, float]]) -> Interval | None:
+    return interval_of([after - before for _, before, after in pairs], [asked for asked, _, _ in pairs])
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

@@ -81,6 +81,11 @@ def interval(values: Floats, of: Design) -> Interval:
     return Interval(estimate(values, of), float(low), float(high))
 
 
+def over_prompts(values: Sequence[float] | Floats, prompts: Sequence[Hashable], tags: Sequence[Hashable]) -> Interval:
+    """Mean of N values with its interval, given the prompt and the tag of each: see :func:`interval`."""
+    return interval(np.asarray(values, dtype=np.float64), design(prompts, tags))
+
+
 def sign_flip(parts: Floats) -> float:
     """Two-sided p-value of paired differences ``[C]``, one for each prompt, by flipping their signs.
 

@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, fixed noise, ODE sampling, intervals clustered by prompt."""
+"""Evaluation: held-out prompts, fixed noise, ODE sampling, intervals over prompts within their tags."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from stepcredit.rewards.base import Reward, join, judge, require_finite, to_uint
 from stepcredit.rewards.composite import Composite
 from stepcredit.sampling import sample
 from stepcredit.tasks.base import Prompt
+from stepcredit.training import comparison
 from stepcredit.training.files import write_text_atomic
 from stepcredit.training.image_stats import image_statistics
 from stepcredit.training.records import to_json
-from stepcredit.training.stats import Interval, bootstrap
+from stepcredit.training.stats import Interval
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,12 @@ class Evaluation:
     @property
     def reward(self) -> Interval:
         """Mean reward with its interval."""
-        return bootstrap(self.rewards.double().numpy(), [slot.prompt.text for slot in self.slots])
+        return _interval(self.rewards, self.slots)
 
     @property
     def exact_rate(self) -> Interval | None:
         """Share of exactly right images with its interval."""
-        if self.exact is None:
-            return None
-        return bootstrap(self.exact.double().numpy(), [slot.prompt.text for slot in self.slots])
+        return None if self.exact is None else _interval(self.exact, self.slots)
 
     def per_tag(self) -> dict[str, float]:
         """Mean reward of every tag."""
@@ -183,5 +182,10 @@ def paired(before: Evaluation, after: Evaluation) -> Interval:
     """Improvement of the mean reward on the same prompts and noise. Raises ValueError if the slots differ."""
     if before.slots != after.slots:
         raise ValueError("only evaluations of the same slots can be compared")
-    difference = (after.rewards - before.rewards).double().numpy()
-    return bootstrap(difference, [slot.prompt.text for slot in before.slots])
+    return _interval(after.rewards - before.rewards, before.slots)
+
+
+def _interval(values: Tensor, on: Sequence[Slot]) -> Interval:
+    """Mean with its interval: prompts are resampled within their tags, whose shares are fixed."""
+    prompts, tags = [slot.prompt.text for slot in on], [slot.prompt.tag for slot in on]
+    return comparison.over_prompts(values.double().numpy(), prompts, tags)

@@ -159,8 +159,8 @@ def _card(
         lines.append(f"| {name} | {shown[0]} | {shown[1]} |")
     lines += [
         "",
-        f"Reward `{summary.get('reward', recipe.reward or recipe.task)}`; intervals are clustered by prompt. Rewards "
-        "can be gamed: look at the pictures.",
+        f"Reward `{summary.get('reward', recipe.reward or recipe.task)}`; intervals are over prompts within their "
+        "tags. Rewards can be gamed: look at the pictures.",
         "",
         "![before and after](before-after.png)",
         "",
