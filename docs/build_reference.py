@@ -11,7 +11,8 @@ PACKAGE = HERE.parent / "src" / "stepcredit"
 MODULES = (
     "grids", "interpolant", "kernels", "noise", "rollout", "scoring", "ledger", "credit", "advantage", "objective",
     "sampling", "policies.base", "rewards.base", "rewards.geneval_rules", "tasks.base",
-    "training.recipe", "training.setup", "training.iteration", "training.update", "training.evaluation",
+    "training.recipe", "training.setup", "training.iteration", "training.cells", "training.collect", "training.update",
+    "training.gradients", "training.distributed", "training.evaluation",
     "training.trainer", "training.checkpoint", "inspection.collect", "inspection.schemes",
     "audit.estimators", "audit.gradients", "audit.schemes", "audit.measure", "audit.result",
     "comparison.curves", "comparison.runs", "comparison.summary", "comparison.diversity",

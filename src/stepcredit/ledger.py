@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
 
 from stepcredit.rollout import Layout, chunks
 from stepcredit.scoring import ScoringPlan
@@ -30,6 +31,11 @@ class Ledger:
         counts = asdict(self) | {"model_evaluations": self.model_evaluations}
         del counts["trajectories"]
         return {f"{name}_per_trajectory": count / self.trajectories for name, count in counts.items()}
+
+
+def total(ledgers: Sequence[Ledger]) -> Ledger:
+    """The cost of several batches together."""
+    return Ledger(*(sum(counts) for counts in zip(*(astuple(each) for each in ledgers), strict=True)))
 
 
 def ledger(tree: Layout, plan: ScoringPlan, micro_batch: int = 1) -> Ledger:

@@ -96,6 +96,19 @@ class Groups:
         """Values of members ``[B, ...]`` seen as ``[count, size, ...]``."""
         return values.reshape(self.count, self.size, *values.shape[1:])
 
+    def of_prompts(self, start: int, stop: int) -> Groups:
+        """The groups of prompts start .. stop - 1 alone; prompts and members keep the numbers that key their noise."""
+        own = (self.prompt >= start) & (self.prompt < stop)
+        root = self.root[own] - self.root[own].min()
+        return Groups(
+            layout=layout(root, self.layout.noisy[own]),
+            count=int(own.sum()) // self.size,
+            size=self.size,
+            prompt=self.prompt[own],
+            member=self.member[own],
+            root=root,
+        )
+
 
 def groups(
     windows: Sequence[tuple[int, int]],

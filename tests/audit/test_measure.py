@@ -14,7 +14,8 @@ from stepcredit.audit.measure import measure
 from stepcredit.audit.result import _window, advice, summarise
 from stepcredit.audit.schemes import prepare, reference_advantage, shapes
 from stepcredit.errors import UserError
-from stepcredit.training.iteration import credit_of, sample, scored
+from stepcredit.training.collect import sample, scored
+from stepcredit.training.iteration import credit_of
 from stepcredit.training.setup import setup
 from stepcredit.training.update import accumulate
 
@@ -80,12 +81,12 @@ def test_a_schemes_gradient_is_the_one_that_training_takes(small, keys):
     (sums,) = measure(shapes([one]), 4, EXACT)
     parts = setup(small(micro_batch=4, prompts_per_iteration=1, **keys))
     made = sample(parts, 2)  # the second group
-    R = scored(parts, made).R
+    R = scored(parts, [made]).R
     credit = credit_of(parts.recipe, R, made.groups.trained)
     A = getattr(advantages, parts.recipe.advantage)(credit, made.groups.trained)
-    everyone = torch.ones(made.groups.layout.members, dtype=torch.bool)
+    every_pair = made.groups.layout.noisy.sum(0)
     normalised = recipe.ratio == "normalised"
-    accumulate(made.velocity, None, made.trajectory, A.flatten(0, 1), everyone, parts.weights, 4, clip=1e-4,
+    accumulate(made.velocity, None, made.trajectory, A.flatten(0, 1), every_pair, parts.weights, 4, clip=1e-4,
                normalised_ratio=normalised)  # fmt: skip
     trained = torch.cat([p.grad.flatten() for _, p in parts.policy.named_parameters()])
     # training descends, with a mean over (member, step) pairs and over the dimensions of a latent

@@ -18,6 +18,7 @@ from stepcredit.training import checkpoint, guards, iteration
 from stepcredit.training import recipe as recipes
 from stepcredit.training.evaluation import Evaluation, slots
 from stepcredit.training.guards import GuardState, after_evaluation, after_iteration, spike_limit
+from stepcredit.training.setup import Setup, setup
 from stepcredit.training.update import UpdateStats, apply
 
 # --- decisions ------------------------------------------------------------------------------------------------------
@@ -149,13 +150,13 @@ class At:
 
     def __init__(self, monkeypatch, iteration_number):
         self.now, self.wanted = 0, iteration_number
-        original = iteration.rollout
+        original = Setup.batch
 
-        def counting(*args, **kwargs):
+        def counting(parts, number):
             self.now += 1
-            return original(*args, **kwargs)
+            return original(parts, number)
 
-        monkeypatch.setattr(iteration, "rollout", counting)
+        monkeypatch.setattr(Setup, "batch", counting)
 
     def __bool__(self):
         return self.now == self.wanted
@@ -174,7 +175,7 @@ def test_an_activation_that_is_not_finite_names_iteration_and_step_and_never_rea
         def broken(self, x, t, cond):
             v = original(self, x, t, cond)
             bad = at and torch.is_grad_enabled() == replayed and float(t[0]) == float(grid[step])
-            return v.index_fill(0, torch.tensor(1), value) if bad else v
+            return v.index_fill(0, torch.tensor(0), value) if bad else v
 
         patch.setattr(DeskPolicy, "velocity", broken)
         with pytest.raises(FloatingPointError, match=f"step {step}" + (" of the replay" if replayed else "")):
@@ -319,7 +320,6 @@ def test_image_drift_stops_a_run_also_after_a_resume(tmp_path, small):
 def test_images_of_a_policy_that_are_not_finite_are_not_scored(small, monkeypatch):
     from stepcredit.rewards.base import require_finite
     from stepcredit.training.evaluation import evaluate
-    from stepcredit.training.setup import setup
 
     images = torch.rand(3, 3, 8, 8)
     require_finite(images, ["a", "b", "c"])

@@ -46,10 +46,10 @@ def sampled(net, retain, storage, shared=True, window=(1, T - 1), kernel_name="f
 
 def update(net, trajectory, advantage, micro_batch=3, reference=None, **options):
     net.zero_grad()
-    everyone = torch.ones(P * G, dtype=torch.bool)
+    pairs = trajectory.layout.noisy.sum(0)
     weights = torch.linspace(0.5, 1.5, T)
     stats = accumulate(
-        net, reference, trajectory, advantage, everyone, weights, micro_batch, clip=1e-4,
+        net, reference, trajectory, advantage, pairs, weights, micro_batch, clip=1e-4,
         kl_beta=0.3 if reference else 0.0, **options,
     )  # fmt: skip
     return [p.grad.clone() for p in net.parameters()], stats

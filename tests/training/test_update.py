@@ -7,7 +7,7 @@ import torch
 
 from stepcredit import grids, kernels, rollout
 from stepcredit.training.ema import EMA
-from stepcredit.training.update import UpdateStats, accumulate, apply
+from stepcredit.training.update import UpdateStats, accumulate, apply, combined
 
 T, P, G, D = 5, 2, 4, 3
 
@@ -36,11 +36,11 @@ def sampled(model, kernel_name="flow_sde", shared=True, micro_batch=8, reduce="m
     return kernel, groups, trajectory, advantage
 
 
-def gradient(model, trajectory, advantage, micro_batch=8, part=None, weights=None, **options):
+def gradient(model, trajectory, advantage, micro_batch=8, pairs=None, weights=None, **options):
     model.zero_grad()
-    part = torch.ones(P * G, dtype=torch.bool) if part is None else part
+    pairs = trajectory.layout.noisy.sum(0) if pairs is None else pairs
     weights = torch.ones(T) if weights is None else weights
-    stats = accumulate(model, options.pop("reference", None), trajectory, advantage, part, weights, micro_batch,
+    stats = accumulate(model, options.pop("reference", None), trajectory, advantage, pairs, weights, micro_batch,
                        clip=options.pop("clip", 0.2), **options)  # fmt: skip
     return torch.cat([model.w.grad.flatten(), model.b.grad]), stats
 
@@ -87,12 +87,27 @@ def test_the_micro_batch_changes_nothing(micro_batch):
     assert math.isfinite(stats.loss)
 
 
-def test_parts_of_a_rollout_add_up_to_the_whole():
+def test_shares_of_an_update_add_up_to_the_whole():
+    """One prompt's trajectories after the other, as two processes would: gradients and statistics are sums."""
     model = Linear()
-    _, groups, trajectory, advantage = sampled(model)
-    whole, _ = gradient(model, trajectory, advantage)
-    halves = [gradient(model, trajectory, advantage, part=groups.prompt == p)[0] for p in range(P)]
-    torch.testing.assert_close(sum(halves) / P, whole, rtol=1e-9, atol=1e-12)
+    kernel, groups, trajectory, advantage = sampled(model)
+    with torch.no_grad():
+        model.w += 0.02  # off policy, so that ratios are clipped
+    whole, stats = gradient(model, trajectory, advantage, clip=1e-3)
+    assert float(stats.clip_fraction.sum()) > 0
+    shares = []
+    for p in range(P):
+        own, tree = groups.prompt == p, groups.of_prompts(p, p + 1).layout
+        assert torch.equal(tree.noisy, groups.layout.noisy[own])
+        states = [x[groups.layout.index[i][own]][tree.first[i]] for i, x in enumerate(trajectory.states)]
+        velocities = [v[groups.layout.index[i][own]][tree.first[i]] for i, v in enumerate(trajectory.velocities)]
+        share = rollout.Trajectory(kernel, tree, tuple(states), tuple(velocities), trajectory.log_prob[own])
+        shares.append(gradient(model, share, advantage[own], pairs=groups.layout.noisy.sum(0), clip=1e-3))
+    torch.testing.assert_close(sum(found for found, _ in shares), whole, rtol=1e-9, atol=1e-12)
+    added = combined([share for _, share in shares])
+    assert added.loss == pytest.approx(stats.loss, rel=1e-6)
+    assert added.ratio_deviation == stats.ratio_deviation
+    torch.testing.assert_close(added.clip_fraction, stats.clip_fraction)
 
 
 def test_untrained_steps_and_zero_weights_give_no_gradient():

@@ -13,7 +13,7 @@ from stepcredit import credit
 from stepcredit.audit.estimators import Array
 from stepcredit.audit.gradients import Sketch, member_gradients
 from stepcredit.audit.schemes import Shape, reference_advantage
-from stepcredit.training.iteration import sample, scored
+from stepcredit.training.collect import sample, scored
 from stepcredit.training.recipe import Recipe
 
 BLOCKS = 16
@@ -85,7 +85,7 @@ def _add_group(shape: Shape, sums: Sums, g: int, sketch: Sketch) -> None:
     lead = shape.schemes[0].parts
     made = sample(lead, g + 1)
     groups = made.groups
-    R = [scored(parts, made).R for parts in shape.scored_by]
+    R = [scored(parts, [made]).R for parts in shape.scored_by]
     rows = [
         scheme.advantage(R[k], groups.trained) * scheme.weights
         for scheme, k in zip(shape.schemes, shape.estimate_of, strict=True)

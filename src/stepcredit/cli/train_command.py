@@ -13,8 +13,8 @@ import tyro
 
 from stepcredit.cli.common import DEFAULT_RECIPE, Parsed, console, parse_with_recipe, run_folder
 from stepcredit.errors import UserError
+from stepcredit.training import distributed, rehearsal
 from stepcredit.training import recipe as recipes
-from stepcredit.training import rehearsal
 from stepcredit.training.files import safe_run_dir
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.telemetry import Display, make_display
@@ -43,7 +43,14 @@ class Train:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 0, 1 if a guard stopped the run, 130 after Ctrl-C."""
+    """Run the command, alone or as one of the processes of a launcher; 0, 1 if a guard stopped the run, 130 after
+    Ctrl-C.
+    """
+    with distributed.processes():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     resumed = _flag(argv, "--resume")
     if resumed is not None:
         folder = run_folder(resumed, Path(_flag(argv, "--out") or "runs"))
@@ -55,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         name = parsed.own.name
         if name is None:
             stem = Path(parsed.source).stem + ("-rehearsal" if parsed.own.rehearse else "")
-            name = _free_name(parsed.own.out, stem)
+            name = distributed.from_leader(_free_name(parsed.own.out, stem))
         folder = safe_run_dir(parsed.own.out, name)
     display = make_display(quiet=parsed.own.quiet)
     if parsed.own.rehearse:
@@ -76,6 +83,8 @@ def _rehearse(parsed: Parsed[Train], folder: Path, display: Display) -> int:
     """The recipe on tiny parts: half of it, a resumption for the rest, and the export."""
     from stepcredit.training.export import export_run
 
+    if distributed.joined():
+        raise UserError("--rehearse is made by one process: start it without torchrun")
     if parsed.own.resume is not None:
         raise UserError("--rehearse makes a run of its own and resumes that; leave --resume out")
     out = console()

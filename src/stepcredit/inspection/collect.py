@@ -15,7 +15,7 @@ from stepcredit.rewards.base import RewardError, require_finite, score, to_uint8
 from stepcredit.tasks import Prompt
 from stepcredit.training import models
 from stepcredit.training import recipe as recipes
-from stepcredit.training.iteration import sample
+from stepcredit.training.collect import sample
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.setup import Setup
 

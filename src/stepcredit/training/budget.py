@@ -17,6 +17,7 @@ from stepcredit import tasks
 from stepcredit.errors import UserError
 from stepcredit.ledger import Ledger
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
+from stepcredit.training.gradients import LARGEST_IN_FLOAT64
 from stepcredit.training.recipe import Recipe
 
 GIB = 2**30
@@ -88,7 +89,8 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     vae = sum(p.numel() for p in policy.pipe.vae.parameters()) * 4
     weights = (copies * parameters * width + encoders + vae) / GIB
     full = recipe.tuning == "full"
-    state = trained * ((4 - 1) * width + 4 if full else 5 * 4) / GIB  # weights or none, gradient, two moments, average
+    gradient = 8 if trained <= LARGEST_IN_FLOAT64 else 4
+    state = trained * ((2 * width + 4 if full else 4 * 4) + gradient) / GIB  # adapters, two moments, average; gradient
     rows = cost.rollout_evaluations * 2 + cost.trajectories + 2 * cost.decodes
     trajectories = rows * latent * 4 / GIB
     # Latents hold (8 x 2)^2 pixels per token in all families with 8-fold autoencoders and 2x2 patches.

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from stepcredit import noise
 from stepcredit.policies.base import Policy
-from stepcredit.rewards.base import Reward, join, judge, require_finite, to_uint8
+from stepcredit.rewards.base import Judgement, Reward, join, judge, require_finite, to_uint8
 from stepcredit.rewards.composite import Composite
 from stepcredit.sampling import sample
 from stepcredit.tasks.base import Prompt
-from stepcredit.training import comparison
+from stepcredit.training import comparison, distributed
 from stepcredit.training.files import write_text_atomic
-from stepcredit.training.image_stats import image_statistics
+from stepcredit.training.image_stats import STATISTICS, image_statistics
 from stepcredit.training.records import to_json
 from stepcredit.training.stats import Interval
 
@@ -149,12 +149,17 @@ def evaluate(
 
     Noise depends on the slot alone, so evaluations of different weights are paired. ``progress(done, total)`` counts
     images. ``base``: evaluation of the base model, in whose units a composite of group z-scores is expressed; without
-    it the evaluation is its own base. Raises RewardError as :func:`stepcredit.rewards.base.judge` does and
-    FloatingPointError for an image that is not finite.
+    it the evaluation is its own base. Several processes share the batches, equally many each, and all have the result;
+    what one computes beyond the last batch is left out. Raises RewardError as :func:`stepcredit.rewards.base.judge`
+    does, FloatingPointError for an image that is not finite, PeerLostError.
     """
     images, judged = [], []
-    for start in range(0, len(on), micro_batch):
-        some = on[start : start + micro_batch]
+    batches = [on[start : start + micro_batch] for start in range(0, len(on), micro_batch)]
+    each = -(-len(batches) // distributed.world())
+    first = distributed.rank() * each
+    valid = sum(len(batch) for batch in batches[first : first + each])
+    for k in range(first, first + each):
+        some = batches[min(k, len(batches) - 1)]
         x_1 = torch.stack([slot.noise(policy.latent_shape) for slot in some])
         decoded = sample(policy, [slot.prompt.text for slot in some], noise=x_1, steps=steps).cpu()
         metadata = [slot.prompt.metadata for slot in some]
@@ -163,19 +168,29 @@ def evaluate(
         judged.append(judge(reward, decoded, texts, metadata))
         images.append(decoded)
         if progress is not None:
-            progress(min(start + micro_batch, len(on)), len(on))
-    every, whole = torch.cat(images), join(judged)
+            progress(min((k - first + 1) * micro_batch, valid), valid)
+    every, whole = torch.cat(images)[:valid], _gathered(join(judged), valid)
     if isinstance(reward, Composite) and not reward.per_image:
         reference = base.components if base else whole.components
         whole = replace(whole, score=reward.standardised(whole.components, reference))
+    last = distributed.gather(every[-1:])  # of each process that has any: the image before the next one's first
+    before = last[distributed.rank() - 1 if valid else 0]
+    statistics = distributed.gather(image_statistics(every, before)).double().mean(0).tolist()
     return Evaluation(
         slots=tuple(on),
         rewards=whole.score,
         exact=whole.exact,
-        images=to_uint8(every[:keep_images]),
-        statistics=image_statistics(every),
+        images=to_uint8(distributed.gather(every[:keep_images])[:keep_images]),
+        statistics=dict(zip(STATISTICS, statistics, strict=True)),
         components=whole.components,
     )
+
+
+def _gathered(own: Judgement, valid: int) -> Judgement:
+    """The judgements of all processes in the order of the slots, each process's first ``valid`` ones."""
+    components = {name: distributed.gather(values[:valid]) for name, values in own.components.items()}
+    exact = None if own.exact is None else distributed.gather(own.exact[:valid])
+    return Judgement(distributed.gather(own.score[:valid]), components, exact)
 
 
 def paired(before: Evaluation, after: Evaluation) -> Interval:

@@ -8,12 +8,16 @@ from torch import Tensor
 LUMA = (0.299, 0.587, 0.114)
 
 
-def image_statistics(images: Tensor) -> dict[str, float]:
-    """Means over a batch of images ``[B, 3, H, W]`` in [0, 1].
+STATISTICS = ("brightness", "contrast", "saturation", "edge_energy", "colour_entropy", "diversity")
+
+
+def image_statistics(images: Tensor, before: Tensor) -> Tensor:
+    """Statistics of images ``[B, 3, H, W]`` in [0, 1], one row each: float32 ``[B, 6]`` in the order of STATISTICS.
 
     ``brightness`` and ``contrast`` (mean and deviation of luma), ``saturation`` (largest minus smallest channel),
     ``edge_energy`` (mean absolute luma difference of neighbours), ``colour_entropy`` (bits, of colours quantised to 4
-    levels a channel, within an image), ``diversity`` (root mean squared pixel difference between consecutive images).
+    levels a channel), ``diversity`` (root mean squared pixel difference to the image before; ``before`` ``[3, H, W]``
+    is the one before the first).
     """
     images = images.float().clamp(0, 1)
     luma = (images * torch.tensor(LUMA, device=images.device).view(1, 3, 1, 1)).sum(1)
@@ -21,17 +25,19 @@ def image_statistics(images: Tensor) -> dict[str, float]:
     code = (levels[:, 0] * 16 + levels[:, 1] * 4 + levels[:, 2]).flatten(1)
     counts = torch.zeros(len(images), 64, device=images.device).scatter_add_(1, code, torch.ones_like(code).float())
     share = counts / code.shape[1]
-    entropy = -(share * share.clamp(min=1e-12).log2()).sum(1)
-    edges = luma.diff(dim=1).abs().mean() + luma.diff(dim=2).abs().mean()
-    others = images.roll(1, 0)
-    return {
-        "brightness": float(luma.mean()),
-        "contrast": float(luma.flatten(1).std(1).mean()),
-        "saturation": float((images.amax(1) - images.amin(1)).mean()),
-        "edge_energy": float(edges / 2),
-        "colour_entropy": float(entropy.mean()),
-        "diversity": float((images - others).square().flatten(1).mean(1).sqrt().mean()),
-    }
+    edges = luma.diff(dim=1).abs().flatten(1).mean(1) + luma.diff(dim=2).abs().flatten(1).mean(1)
+    others = torch.cat([before.float().clamp(0, 1)[None], images[:-1]])
+    return torch.stack(
+        [
+            luma.flatten(1).mean(1),
+            luma.flatten(1).std(1),
+            (images.amax(1) - images.amin(1)).flatten(1).mean(1),
+            edges / 2,
+            -(share * share.clamp(min=1e-12).log2()).sum(1),
+            (images - others).square().flatten(1).mean(1).sqrt(),
+        ],
+        dim=1,
+    )
 
 
 def pairwise_diversity(images: Tensor) -> float:

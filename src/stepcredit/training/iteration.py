@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepcredit import advantage as advantages
 from stepcredit import credit as credits_
-from stepcredit.policies.base import Conditioning
-from stepcredit.rewards.base import Judgement, RewardError, join, judge, require_finite
-from stepcredit.rollout import Groups, Trajectory, Velocity, rollout
-from stepcredit.scoring import clean_estimates
-from stepcredit.tasks import Prompt
+from stepcredit.rollout import Groups
+from stepcredit.training import cells, distributed
+from stepcredit.training.collect import sample_cell, scored
+from stepcredit.training.gradients import summed as summed_gradients
 from stepcredit.training.guards import spike_limit
 from stepcredit.training.recipe import Recipe
-from stepcredit.training.setup import DENSE, Setup, velocity_of
+from stepcredit.training.setup import DENSE, Setup
 from stepcredit.training.state import TrainState, learning_rate
 from stepcredit.training.stats import bootstrap
-from stepcredit.training.update import UpdateStats, accumulate, apply, loss_scale
+from stepcredit.training.update import UpdateStats, accumulate, apply, combined, loss_scale
 
 Progress = Callable[[str, int, int], None]
 """``progress(phase, done, total)``."""
@@ -33,20 +31,28 @@ Progress = Callable[[str, int, int], None]
 def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, Any]:
     """Make the next iteration and return its line for metrics.jsonl.
 
-    Raises RewardError or FloatingPointError with a sentence that helps; the weights are then as after the last good
-    update. An update whose gradient is not finite or a spike is skipped and counted.
+    Of several processes each samples, scores and replays its own cells of the batch, and all make the same updates.
+    Raises RewardError or FloatingPointError with a sentence that helps, or PeerLostError; the weights are then as after
+    the last good update. An update whose gradient is not finite or a spike is skipped and counted.
     """
     recipe, policy = parts.recipe, parts.policy
     iteration = state.iteration + 1
     clock = Clock()
 
     with clock("rollout"):
-        sampled = sample(parts, iteration, lambda done: progress("rollout", done, recipe.steps))
-        groups, velocity, trajectory = sampled.groups, sampled.velocity, sampled.trajectory
+        prompts, groups = parts.batch(iteration)
+        cut = parts.cells(groups)  # of every update
+        mine = cells.owned(len(cut[0]), distributed.rank(), distributed.world())
+        numbers = torch.arange(groups.count).view(len(cut), len(cut[0]), -1)
+        steps = _counted(progress, "rollout", len(cut) * len(mine) * recipe.steps)
+        sampled = [
+            [sample_cell(parts, iteration, prompts, update[k], numbers[u, k], steps) for k in mine]
+            for u, update in enumerate(cut)
+        ]
 
     progress("scoring", 0, 1)
     with clock("scoring"):
-        R, failed, components = scored(parts, sampled)
+        R, failed, components = scored(parts, [cell for update in sampled for cell in update])
         progress("scoring", 1, 1)
 
     credit = credit_of(recipe, R, groups.trained)
@@ -54,32 +60,37 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
 
     progress("update", 0, 0)
     with clock("update"):
-        reference = velocity_of(policy, sampled.cond, groups.prompt, reference=True) if recipe.kl_beta > 0 else None
         updates: list[UpdateStats] = []
-        pairs = int(groups.layout.noisy.sum()) // recipe.updates_per_rollout
+        parameters = list(state.parameters.values())
         dtype = getattr(policy, "dtype", torch.float32)  # of the network behind a pipeline
-        scale = loss_scale(dtype, pairs, torch.Size(policy.latent_shape).numel())
-        for part in _parts(groups, recipe.updates_per_rollout):
+        chunks = _counted(progress, "update", 0)
+        for whole, own in zip(cut, sampled, strict=True):
             for group in state.optimiser.param_groups:
                 group["lr"] = learning_rate(recipe, state.updates)
-            stats = accumulate(
-                velocity,
-                reference,
-                trajectory,
-                advantage.flatten(0, 1),
-                part,
-                parts.weights,
-                recipe.micro_batch,
-                clip=recipe.clip,
-                kl_beta=recipe.kl_beta,
-                kl=recipe.kl,
-                normalised_ratio=recipe.ratio == "normalised",
-                reduce=recipe.log_prob,
-                progress=lambda done: progress("update", done, 0),
-                scale=scale,
-            )
+            pairs = torch.stack([cell.layout.noisy.sum(0) for cell in whole]).sum(0)
+            scale = loss_scale(dtype, int(pairs.sum()), torch.Size(policy.latent_shape).numel())
+            with summed_gradients(parameters):
+                shares = [
+                    accumulate(
+                        cell.velocity,
+                        cell.reference,
+                        cell.trajectory,
+                        advantage[cell.numbers].flatten(0, 1),
+                        pairs,
+                        parts.weights,
+                        recipe.micro_batch,
+                        clip=recipe.clip,
+                        kl_beta=recipe.kl_beta,
+                        kl=recipe.kl,
+                        normalised_ratio=recipe.ratio == "normalised",
+                        reduce=recipe.log_prob,
+                        progress=chunks,
+                        scale=scale,
+                    )
+                    for cell in own
+                ]
+            stats = combined(shares)
             updates.append(stats)
-            parameters = list(state.parameters.values())
             unit = recipe.optimiser == "sgd"
             spike = spike_limit(state.guards.norms, recipe.spike_factor)
             made = apply(state.optimiser, parameters, stats, recipe.grad_clip, scale, unit, spike)
@@ -115,61 +126,6 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
         "phase_seconds": clock.seconds,
         "model_evaluations": state.model_evaluations,
     }
-
-
-class Sampled(NamedTuple):
-    """Trajectories of an iteration, and what they are trajectories of."""
-
-    prompts: list[Prompt]
-    groups: Groups
-    cond: Conditioning
-    velocity: Velocity
-    """Under the weights as they are whenever it is called."""
-    trajectory: Trajectory
-
-
-def sample(parts: Setup, iteration: int, progress: Callable[[int], None] | None = None) -> Sampled:
-    """The rollout of an iteration; ``progress`` is called with the number of steps done.
-
-    Raises FloatingPointError as :func:`stepcredit.rollout.rollout` does.
-    """
-    prompts, groups = parts.batch(iteration)
-    cond = parts.policy.encode([prompt.text for prompt in prompts])
-    velocity = velocity_of(parts.policy, cond, groups.prompt)
-    trajectory = rollout(
-        velocity,
-        parts.initial_noise(iteration, groups).to(parts.policy.device),
-        parts.kernel,
-        groups.layout,
-        parts.step_noise(iteration, groups),
-        parts.recipe.micro_batch,
-        parts.recipe.log_prob,
-        progress,
-        retain=parts.recipe.replay == "retain",
-    )
-    return Sampled(prompts, groups, cond, velocity, trajectory)
-
-
-class Scored(NamedTuple):
-    """What the states of some trajectories earned."""
-
-    R: Tensor
-    """float32 ``[groups, G, T + 1]``; NaN where a state is not scored or its sample failed."""
-    failed: int
-    """Samples without a reward."""
-    components: dict[str, float]
-    """Mean of every part of the reward over the final images."""
-
-
-def scored(parts: Setup, sampled: Sampled) -> Scored:
-    """Rewards of the states that the recipe's credit scheme asks for. Raises RewardError."""
-    plan = parts.plan(sampled.groups)
-    x_0 = clean_estimates(sampled.trajectory, plan, sampled.velocity, parts.recipe.micro_batch)
-    asked = [sampled.prompts[p] for p in sampled.groups.prompt[plan.member].tolist()]
-    judged = _judge(parts, x_0, asked)
-    failed = _failures(parts.recipe, parts.reward.info.name, judged.score, asked)
-    R = sampled.groups.grouped(plan.per_state(judged.score))
-    return Scored(R, failed, _components(judged, plan.estimate[:, -1]))
 
 
 def credit_of(recipe: Recipe, R: Tensor, trained: Tensor) -> Tensor:
@@ -212,57 +168,10 @@ class Clock:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
-def _judge(parts: Setup, x_0: Tensor, asked: list[Prompt]) -> Judgement:
-    """Judgement of clean latents ``[N, ...]``, decoded and judged in the reward's own batches: ten thousand images of
-    512 pixels, as a step-wise rollout has, would fill 30 GB at once.
-
-    A reward that waits for a server (``concurrent`` requests at a time) is asked while the next batches are decoded.
-    """
-
-    def ask(images: Tensor, some: slice) -> Judgement:
-        return judge(parts.reward, images, [p.text for p in asked[some]], [p.metadata for p in asked[some]])
-
-    size = parts.reward.info.batch_size
-    width = int(getattr(parts.reward, "concurrent", 1))
-    done: list[Judgement] = []
-    waiting: deque[Future[Judgement]] = deque()
-    with ThreadPoolExecutor(width) as pool:
-        for start in range(0, len(asked), size):
-            some = slice(start, start + size)
-            images = torch.cat([parts.policy.decode(part).cpu() for part in x_0[some].split(parts.recipe.micro_batch)])
-            require_finite(images, [prompt.text for prompt in asked[some]])
-            if width == 1:
-                done.append(ask(images, some))
-                continue
-            waiting.append(pool.submit(ask, images, some))
-            if len(waiting) >= width:  # no more images in memory than requests under way
-                done.append(waiting.popleft().result())
-        done += [future.result() for future in waiting]
-    return join(done)
-
-
-def _components(judged: Judgement, final: Tensor) -> dict[str, float]:
-    """Mean of every component over the final images, whose estimates are numbered by ``final`` ``[B]``."""
-    every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
-    return {name: float(values[final].nanmean()) for name, values in every.items()}
-
-
-def _parts(groups: Groups, updates: int) -> list[Tensor]:
-    """Members of each update of a rollout, bool ``[B]``: equal shares of the prompts."""
-    share = (int(groups.prompt.max()) + 1) // updates
-    return [groups.prompt // share == k for k in range(updates)]
-
-
-def _failures(recipe: Recipe, name: str, values: Tensor, asked: list[Prompt]) -> int:
-    """Number of samples without a reward; RewardError if the recipe does not tolerate them, or if all failed."""
-    bad = values.isnan().nonzero().flatten().tolist()
-    if bad and (recipe.on_reward_failure == "fail" or len(bad) == len(values)):
-        raise RewardError(
-            f"reward {name!r} gave NaN for {len(bad)} of {len(values)} samples, first for prompt "
-            f"{asked[bad[0]].text!r}; mend the reward, or set on_reward_failure: drop to leave such samples out of "
-            "their groups"
-        )
-    return len(bad)
+def _counted(progress: Progress, phase: str, total: int) -> Callable[[int], None]:
+    """Progress of a phase as the number of calls, whatever each of its parts counts."""
+    calls = itertools.count(1)
+    return lambda _: progress(phase, next(calls), total)
 
 
 def _reward_metrics(R: Tensor, groups: Groups) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from torch import Tensor
 from stepcredit import kernels, noise, objective, rewards, rollout, scoring, tasks
 from stepcredit.errors import UserError
 from stepcredit.kernels import Kernel
-from stepcredit.ledger import Ledger, ledger
+from stepcredit.ledger import Ledger, ledger, total
 from stepcredit.policies.base import Policy, take
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
 from stepcredit.rewards.base import Reward, RewardInfo, SelfTest
 from stepcredit.rewards.meter import metered
 from stepcredit.rollout import Groups, Velocity
 from stepcredit.tasks import Prompt
-from stepcredit.training import models
+from stepcredit.training import cells, distributed, models
 from stepcredit.training.budget import Budget, budget, check_memory
 from stepcredit.training.evaluation import Slot, slots
 from stepcredit.training.recipe import Recipe
@@ -62,6 +62,10 @@ class Setup:
         recipe = self.recipe
         prompts = tasks.draw(self.train, recipe.prompts_per_iteration, recipe.seed, iteration)
         return prompts, _groups(recipe, self.kernel, iteration)
+
+    def cells(self, groups: Groups) -> list[list[Groups]]:
+        """The groups of an iteration cut into the cells of each update, in the order of the prompts."""
+        return _cells(self.recipe, groups)
 
     def plan(self, groups: Groups) -> scoring.ScoringPlan:
         """The clean estimates that the recipe's credit scheme needs."""
@@ -116,7 +120,8 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
             trained = torch.zeros_like(kernel.trainable)
             trained[start:stop] = kernel.trainable[start:stop]
         step_weights = objective.step_weights(recipe.step_weight, kernel, trained, recipe.step_table)
-        cost = ledger(groups.layout, _plan(recipe, groups, kernel), recipe.micro_batch)
+        every = [cell for update in _cells(recipe, groups) for cell in update]
+        cost = total([ledger(cell.layout, _plan(recipe, cell, kernel), recipe.micro_batch) for cell in every])
         needed = _budget(recipe, policy, cost)
         name = recipe.reward or task.reward
         if not weights and needed is not None:
@@ -147,7 +152,8 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         cost=cost,
         budget=needed,
     )
-    _free_encoders(parts)
+    with distributed.leader_first():
+        _free_encoders(parts)
     return parts
 
 
@@ -222,6 +228,17 @@ def _window_starts(start: int, stop: int, size: int, kernel: Kernel) -> list[int
     if not starts:
         raise ValueError(f"no window of window_size {size} in [{start}, {stop}) holds a trainable step")
     return starts
+
+
+def _cells(recipe: Recipe, groups: Groups) -> list[list[Groups]]:
+    prompts = recipe.prompts_per_iteration // recipe.updates_per_rollout
+    members = len(groups.prompt) // recipe.prompts_per_iteration
+    number = cells.per_update(prompts, members, recipe.micro_batch, distributed.world())
+    size = prompts // number
+    return [
+        [groups.of_prompts(start, start + size) for start in range(first, first + prompts, size)]
+        for first in range(0, recipe.prompts_per_iteration, prompts)
+    ]
 
 
 def _plan(recipe: Recipe, groups: Groups, kernel: Kernel) -> scoring.ScoringPlan:

@@ -43,6 +43,10 @@ class TrainState:
         weights = {name: p.detach() for name, p in self.parameters.items()}
         return {"weights": weights, "ema": self.ema.shadow, "optimizer": moments}
 
+    def norm(self) -> float:
+        """Norm of the weights, by which processes see that theirs are the same."""
+        return math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.parameters.values()))
+
     def counters(self) -> dict[str, Any]:
         """Everything a checkpoint holds as JSON."""
         return {

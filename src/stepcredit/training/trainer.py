@@ -15,7 +15,7 @@ from stepcredit.reports import run as report
 from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
 from stepcredit.rewards.meter import costs
-from stepcredit.training import checkpoint, pictures
+from stepcredit.training import checkpoint, distributed, pictures
 from stepcredit.training import recipe as recipes
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, paired, read
 from stepcredit.training.files import append_line, truncate_lines_after, write_text_atomic
@@ -56,43 +56,50 @@ def train(
 
     A new run needs a folder that does not exist; ``resume`` continues one from its newest good checkpoint and gives the
     weights that an uninterrupted run would have given, bit by bit. Ctrl-C and SIGTERM end the run after the iteration
-    in hand, saved. ``origin`` (JSON: how the recipe came about) is kept as ``origin.json``. Raises UserError before
-    anything is written if the recipe cannot be run, and RewardError if its reward fails its self-test.
+    in hand, saved. ``origin`` (JSON: how the recipe came about) is kept as ``origin.json``. Of several processes each
+    calls this, and all must see the folder; the first one alone writes. Raises UserError before anything is written if
+    the recipe cannot be run, RewardError if its reward fails its self-test; PeerLostError.
     """
-    if resume:
-        recipe = _resumed_recipe(recipe, folder)
-    elif folder.exists() and not _never_started(folder):
-        raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
-    parts = setup(recipe)
-    selftest.require(parts.reward)
+    with distributed.together(RewardError):
+        if resume:
+            recipe = _resumed_recipe(recipe, folder)
+        elif distributed.leads() and folder.exists() and not _never_started(folder):
+            raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
+        parts = setup(recipe)
+        selftest.require(parts.reward)
     state = fresh(parts.policy, recipe)
     run = Run(folder, parts, state, display)
-    if resume:
-        _restore(run)
-        _stay_stopped(run)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
-        if origin is not None:
-            write_text_atomic(folder / "origin.json", origin)
-        write_text_atomic(folder / "ledger.json", to_json({**vars(parts.cost), **parts.cost.per_trajectory()}))
-        checkpoint.rehearse_write(
-            folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
-        )
+    with distributed.together(checkpoint.CheckpointError):
+        if resume:
+            _restore(run)
+            _stay_stopped(run)
+        elif distributed.leads():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
+            if origin is not None:
+                write_text_atomic(folder / "origin.json", origin)
+            write_text_atomic(folder / "ledger.json", to_json({**vars(parts.cost), **parts.cost.per_trajectory()}))
+            checkpoint.rehearse_write(
+                folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
+            )
+    distributed.same(state.norm(), "weights")
 
     display.start(recipe.iterations, state.iteration, header(parts))
     try:
         with interruptible(run.stop, display.message):
             _before(run)
+            run.stop.settle()
             while state.iteration < recipe.iterations and run.stop.reason is None:
                 line = iterate(parts, state, display.phase)
                 deviation = line["ratio_deviation_max"]
                 _stop(run, after_iteration(recipe, state.guards, state.iteration, line["kl"], deviation))
+                run.stop.settle()
                 done = state.iteration == recipe.iterations or run.stop.reason is not None
                 line["memory_mb"] = memory_mb()
                 line["gpu_memory_mb"] = torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None
                 line["evaluation"] = _during(run) if _due(recipe.eval_every, state.iteration) and not done else None
-                append_line(run.metrics, to_json(line))
+                if distributed.leads():
+                    append_line(run.metrics, to_json(line))
                 display.iteration(line)
                 if done or _due(recipe.checkpoint_every, state.iteration) or line["evaluation"]:
                     _save(run)
@@ -141,10 +148,11 @@ def _before(run: Run) -> None:
             f"reward {run.parts.reward.info.name!r} gave {float(rewards[0]):g} to every one of {len(rewards)} images "
             "of the base model: a constant teaches nothing; check the reward with `stepcredit check`"
         )
-    run.before.write(path)
-    pictures.save_grid(run.folder / "samples" / "before.png", run.before.images)
     line = {"iteration": 0, "evaluation": run.before.as_dict(), "seconds": clock.seconds["evaluation"]}
-    append_line(run.metrics, to_json(line))
+    if distributed.leads():
+        run.before.write(path)
+        pictures.save_grid(run.folder / "samples" / "before.png", run.before.images)
+        append_line(run.metrics, to_json(line))
     run.display.iteration(line)
 
 
@@ -166,7 +174,8 @@ def _during(run: Run) -> dict[str, Any]:
     """Evaluate the averaged weights on the smaller set, remember the best, and see what the guards say."""
     state, on = run.state, run.parts.heldout_during
     result = _evaluate(run, on)
-    result.write(_evaluation_file(run, state.iteration))
+    if distributed.leads():
+        result.write(_evaluation_file(run, state.iteration))
     assert run.before is not None
     base = run.before.first(len(on))
     best, best_iteration = _best_so_far(run, base)
@@ -229,6 +238,7 @@ def _finish(run: Run) -> dict[str, Any]:
     before = run.before
     assert before is not None
     after = _evaluate(run, run.parts.heldout) if complete else None
+    run.stop.settle()
     summary: dict[str, Any] = {
         "name": run.folder.name,
         "task": recipe.task,
@@ -251,10 +261,12 @@ def _finish(run: Run) -> dict[str, Any]:
             "skipped_updates": state.guards.skipped,
         },
         "signal": run.stop.signal,
-        "reward_cost": costs(run.parts.reward),
+        "reward_cost": _reward_costs(run),
         "memory_mb": memory_mb(),
         "machine": machine(),
     }
+    if not distributed.leads():
+        return summary
     if after:
         after.write(run.folder / "evaluations" / "after.jsonl")
         pictures.save_grid(run.folder / "samples" / "after.png", after.images)
@@ -267,8 +279,21 @@ def _finish(run: Run) -> dict[str, Any]:
     return summary
 
 
+def _reward_costs(run: Run) -> list[dict[str, Any]]:
+    """Calls, images, seconds and hits of every reward, of all processes together."""
+    rows = costs(run.parts.reward)
+    for row in rows:
+        counted = [key for key, value in row.items() if isinstance(value, int | float)]
+        total = distributed.add(torch.tensor([row[key] for key in counted], dtype=torch.float64)).tolist()
+        row |= {key: type(row[key])(value) for key, value in zip(counted, total, strict=True)}
+    return rows
+
+
 def _save(run: Run) -> None:
     state = run.state
+    distributed.same(state.norm(), "weights")
+    if not distributed.leads():
+        return
     checkpoint.save(
         run.folder / "checkpoints",
         state.iteration,
@@ -287,10 +312,16 @@ def _restore(run: Run) -> None:
         if checkpoint.steps(run.folder / "checkpoints"):
             raise UserError(str(error)) from error
         run.display.message("no checkpoint was written yet; starting from the beginning")
-        truncate_lines_after(run.metrics, lambda line: line.get("iteration") == 0)
+        _truncate(run, 0)
         return
     run.state.restore(saved)
-    truncate_lines_after(run.metrics, lambda line: line.get("iteration", -1) <= saved.iteration)
+    _truncate(run, saved.iteration)
+
+
+def _truncate(run: Run, iteration: int) -> None:
+    """Drop the lines of the log that come after an iteration."""
+    if distributed.leads():
+        truncate_lines_after(run.metrics, lambda line: line.get("iteration", 0) <= iteration)
 
 
 def _resumed_recipe(recipe: Recipe, folder: Path) -> Recipe:
@@ -303,7 +334,7 @@ def _resumed_recipe(recipe: Recipe, folder: Path) -> Recipe:
     if frozen:
         keys = ", ".join(f"{key} (was {differing[key][0]!r}, now {differing[key][1]!r})" for key in sorted(frozen))
         raise UserError(f"the run {str(folder)!r} was made with other settings: {keys}; resume it without these flags")
-    if differing:
+    if differing and distributed.leads():
         write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
     return recipe
 

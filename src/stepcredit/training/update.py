@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from stepcredit import objective
 from stepcredit.kernels import KL, Reduce
 from stepcredit.rollout import Chunk, Replay, Trajectory, Velocity, chunks, replay
+from stepcredit.training import distributed
 from stepcredit.training.guards import Skip
 
 
@@ -35,7 +36,7 @@ def accumulate(
     reference: Velocity | None,
     trajectory: Trajectory,
     advantage: Tensor,
-    part: Tensor,
+    pairs: Tensor,
     weights: Tensor,
     micro_batch: int,
     clip: float,
@@ -48,29 +49,26 @@ def accumulate(
 ) -> UpdateStats:
     """Add to the parameters' gradients that of ``mean(weight surrogate) + kl_beta mean(KL)``.
 
-    The mean is over the noisy (member, step) pairs of the members in ``part`` (bool ``[B]``), whatever the micro-batch.
-    ``advantage`` ``[B, T]``; ``weights`` float ``[T]``; ``reference`` is needed when ``kl_beta`` > 0. Chunks without a
-    trained member are skipped. ``progress`` is called with the number of chunks done. Gradients are multiplied by
-    ``scale``, which ``apply`` takes out again: see ``loss_scale``.
+    The mean is over all noisy (member, step) pairs of the update, of which ``trajectory`` may be a share: ``pairs``
+    (long ``[T]``) is their number at each step. ``advantage`` ``[B, T]``; ``weights`` float ``[T]``; ``reference`` is
+    needed when ``kl_beta`` > 0. Chunks without a trained member are skipped. ``progress`` is called with the number of
+    chunks done. Gradients are multiplied by ``scale``, which ``apply`` takes out again: see ``loss_scale``. Statistics
+    are shares as well: see ``combined``.
     """
     tree = trajectory.layout
-    trained = tree.noisy & part[:, None]
-    total = int(trained.sum())
-    pairs = trained.sum(0).double()
+    total = int(pairs.sum())
     clip_count, kl_sum = torch.zeros(tree.steps).double(), torch.zeros(tree.steps).double()
     loss_sum, deviation, done = 0.0, 0.0, 0
     for i in range(tree.steps):
         for chunk in chunks(tree, i, micro_batch):
-            keep = part[chunk.members]
-            if not bool(keep.any()):
+            if len(chunk.members) == 0:
                 continue
             new = replay(velocity, trajectory, chunk, reduce)
-            members = chunk.members[keep]
-            log_ratio = _log_ratio(new, trajectory, chunk, normalised_ratio)[keep.to(new.log_prob.device)]
-            adv = advantage[members, i].to(log_ratio)
+            log_ratio = _log_ratio(new, trajectory, chunk, normalised_ratio)
+            adv = advantage[chunk.members, i].to(log_ratio)
             terms = objective.surrogate_terms(log_ratio, adv, clip) * float(weights[i])
             if kl_beta > 0 and reference is not None:
-                penalty = _penalty(reference, trajectory, chunk, new, kl)[keep.to(new.v.device)]
+                penalty = _penalty(reference, trajectory, chunk, new, kl)
                 terms = terms + kl_beta * penalty
                 kl_sum[i] += float(penalty.detach().sum())
             loss = terms.sum() / total
@@ -83,6 +81,15 @@ def accumulate(
             if progress is not None:
                 progress(done)
     return UpdateStats(loss_sum, deviation, clip_count / pairs, kl_sum / pairs)
+
+
+def combined(shares: Sequence[UpdateStats]) -> UpdateStats:
+    """Statistics of an update from those of its shares, of all processes."""
+    rows = torch.stack([torch.cat([torch.tensor([s.loss]).double(), s.clip_fraction, s.kl]) for s in shares])
+    total = distributed.add(rows.sum(0))
+    loss, (clip_fraction, kl) = float(total[0]), total[1:].chunk(2)
+    deviation = distributed.largest(max(share.ratio_deviation for share in shares))
+    return UpdateStats(loss, deviation, clip_fraction, kl)
 
 
 def _log_ratio(new: Replay, trajectory: Trajectory, chunk: Chunk, normalised: bool) -> Tensor:

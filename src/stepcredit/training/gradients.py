@@ -1,0 +1,52 @@
+"""Gradients of many backward passes and processes, summed so that neither the order nor the number of them shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from stepcredit.training import distributed
+
+LARGEST_IN_FLOAT64 = 2**28
+"""Trained parameters up to which gradients are summed in float64: 2 GiB; beyond, in float32."""
+
+
+@contextmanager
+def summed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Backward passes within the block add up, over all processes, to the parameters' ``grad`` at its end.
+
+    Gradients are added in one flat float64 buffer, which is reduced over the processes once. A parameter that no pass
+    has reached on any process keeps ``grad`` None. Raises PeerLost.
+    """
+    size = sum(parameter.numel() for parameter in parameters)
+    device = parameters[0].device
+    wide = size <= LARGEST_IN_FLOAT64 and device.type != "mps"
+    # the gradients, then for every parameter how often one came
+    flat = torch.zeros(size + len(parameters), dtype=torch.float64 if wide else torch.float32, device=device)
+    sums = flat[:size].split([parameter.numel() for parameter in parameters])
+    handles = [
+        parameter.register_post_accumulate_grad_hook(_collect(total, flat[size + k]))
+        for k, (parameter, total) in enumerate(zip(parameters, sums, strict=True))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    distributed.add(flat)
+    reached = flat[size:].cpu() > 0
+    for parameter, total, came in zip(parameters, sums, reached.tolist(), strict=True):
+        parameter.grad = total.view_as(parameter).to(parameter.dtype) if came else None
+
+
+def _collect(total: Tensor, count: Tensor) -> Callable[[Tensor], None]:
+    def take(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad.flatten())
+        count.add_(1)
+        parameter.grad = None
+
+    return take
