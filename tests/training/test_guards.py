@@ -110,6 +110,8 @@ def test_a_fall_of_the_held_out_reward_is_paired_lasting_and_measured_in_deviati
     assert (fired.guard, fired.iteration) == ("max_reward_drop", 40)
     assert "0.55 [0.55, 0.55] below the base model's" in fired.reason
     assert "0.5 (max_reward_drop = 0.5 standard deviations)" in fired.reason
+    few = evaluation([0.0, 2.0] * 7 + [1.0]), evaluation([-1.0, 1.0] * 7 + [0.0])
+    assert all(after_evaluation(recipe, GuardState(falls=1), 1, few[1], few[0], 0, few[0]) is None for _ in range(3))
     off = recipes.build({"max_reward_drop": None, "patience": 1})
     assert after_evaluation(off, GuardState(), 1, evaluation([-99.0] * 16), base, 0, base) is None
 
@@ -277,6 +279,9 @@ def test_the_kl_limit_stops_a_run(tmp_path, small):
     assert summary["iterations"] == 2  # at the first iteration the model is still the base model
 
 
+EVALUATED = {"eval_prompts": guards.FEWEST, "eval_prompts_during": guards.FEWEST}
+
+
 def test_a_held_out_reward_that_keeps_falling_stops_the_run_with_the_best_checkpoint_kept(
     tmp_path, tiny_model, monkeypatch, capsys
 ):
@@ -293,7 +298,9 @@ def test_a_held_out_reward_that_keeps_falling_stops_the_run_with_the_best_checkp
     monkeypatch.setattr(trainer, "evaluate", falling)
     from conftest import KEYS
 
-    recipe = recipes.load("compose-stepwise", {**KEYS, "model": str(tiny_model), "eval_every": 1, "iterations": 9})
+    recipe = recipes.load(
+        "compose-stepwise", {**KEYS, "model": str(tiny_model), "eval_every": 1, "iterations": 9, **EVALUATED}
+    )
     (tmp_path / "recipe.yaml").write_text(recipes.dump(recipe))
     code = main(["train", str(tmp_path / "recipe.yaml"), "--name", "run", "--out", str(tmp_path)])
     assert code == 1

@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -79,41 +76,6 @@ def test_a_run_resumed_after_any_iteration_ends_with_the_same_bits(whole, tmp_pa
         for line in (*resumed, *straight):
             line.pop("evaluation")
         assert resumed == straight
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from stepcredit.training import recipe as recipes, trainer
-from stepcredit.training.telemetry import make_display
-resume = (Path(sys.argv[2]) / "recipe.yaml").exists()
-recipe = recipes.parse(open(sys.argv[1]).read(), "recipe")
-print("ready", flush=True)
-trainer.train(recipe, Path(sys.argv[2]), make_display(quiet=True), resume=resume)
-print("done", flush=True)
-"""
-
-
-def test_killed_at_random_moments_and_resumed_ends_with_the_same_bits(whole, tmp_path):
-    recipe, folder, _ = whole
-    path = tmp_path / "recipe.yaml"
-    path.write_text(recipes.dump(recipe))
-    target = tmp_path / "killed"
-    delays = [0.05, 0.3, 0.6, 0.15, 0.45, 0.8, None]
-    for delay in delays:
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(path), str(target)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "ready\n"
-        if delay is None:
-            assert process.stdout.read().endswith("done\n")
-            assert process.wait() == 0
-        else:
-            time.sleep(delay)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    assert_equal(final(target), final(folder))
-    assert lines(target) == lines(folder)
 
 
 def test_interrupted_runs_end_after_the_iteration_saved(tmp_path, small):

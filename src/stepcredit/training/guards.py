@@ -20,6 +20,8 @@ HISTORY = 32
 """Gradient norms of past updates whose median is the usual norm."""
 WARM_UP = 8
 """Norms that must be known before an update can be a spike."""
+FEWEST = 16
+"""Held-out images during the run below which a fall of their reward is not judged: an interval of so few is no use."""
 LIMITS = ("max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "patience", "max_image_drift")
 """Recipe keys that stop a run. They change no iteration already made, so a resumed run may change them."""
 
@@ -139,10 +141,11 @@ def after_evaluation(
     ``best`` (made after ``best_iteration``) and ``base`` are evaluations of the slots of ``now``: the best so far, and
     the base model's. The reward has fallen if the paired interval of the change is below zero and the mean fall is
     above ``max_reward_drop`` times the standard deviation of the base model's rewards, which makes the limit one of
-    effect size, whatever the reward's units. ``base.statistics`` may be empty: then images are not judged.
+    effect size, whatever the reward's units; fewer than ``FEWEST`` images are not judged. ``base.statistics`` may be
+    empty: then no statistic of the images is.
     """
     change, allowed = paired(best, now), math.inf
-    if recipe.max_reward_drop is not None:
+    if recipe.max_reward_drop is not None and len(base.rewards) >= FEWEST:
         rewards = base.rewards[~base.rewards.isnan()].double()
         allowed = recipe.max_reward_drop * float(rewards.std(correction=0))
     state.falls = state.falls + 1 if change.high < 0 and -change.mean > allowed else 0

@@ -109,10 +109,10 @@ def train(
 
 
 def _never_started(folder: Path) -> bool:
-    """Whether a run folder holds nothing but the settings of a run that failed before its first evaluation."""
-    settings = {"recipe.yaml", "origin.json", "ledger.json"}
-    files = [path for path in folder.rglob("*") if not path.is_dir()]
-    return {path.relative_to(folder).as_posix() for path in files} <= settings and (folder / "recipe.yaml").exists()
+    """Whether a folder holds nothing, or the settings of a run that ended before its first evaluation."""
+    settings = ("recipe.yaml", "origin.json", "ledger.json")
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    return files <= {*settings, *(f"{name}.tmp" for name in settings)}  # killed while it was writing one
 
 
 def header(parts: Setup) -> list[str]:
