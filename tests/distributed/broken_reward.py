@@ -1,4 +1,4 @@
-"""The command line with a reward that breaks on process 1 alone, in the first iteration."""
+"""The command line with a jpeg_size that breaks on process 1, in the first iteration, as the first argument says."""
 
 import os
 import signal
@@ -13,18 +13,18 @@ IMAGES_BEFORE = 12
 
 
 class Broken:
-    """jpeg_size, until it has judged ``IMAGES_BEFORE`` images on process 1; then what ``how`` says."""
+    """jpeg_size, until it has judged ``IMAGES_BEFORE`` images on process 1; then it raises or signals itself."""
 
-    def __init__(self, how="raises"):
-        self.inner, self.how, self.judged = registry.get("jpeg_size"), how, 0
-        self.info = self.inner.info
+    def __init__(self, inner, how):
+        self.inner, self.how, self.judged = inner, how, 0
+        self.info = inner.info
 
     def __call__(self, images, prompts, metadata):
         self.judged += len(images)
         if distributed.rank() == 1 and self.judged > IMAGES_BEFORE:
             if self.how == "raises":
                 raise ZeroDivisionError("the reward of process 1 is broken")
-            os.kill(os.getpid(), signal.SIGKILL if self.how == "killed" else signal.SIGTERM)
+            os.kill(os.getpid(), signal.Signals[self.how])
             self.judged = -(10**9)
         return self.inner(images, prompts, metadata)
 
@@ -33,5 +33,7 @@ class Broken:
 
 
 if __name__ == "__main__":
-    registry.register("broken", Broken)
-    sys.exit(main(sys.argv[1:]))
+    how, *arguments = sys.argv[1:]
+    whole = registry.get("jpeg_size")
+    registry._registered["jpeg_size"] = lambda: Broken(whole, how)
+    sys.exit(main(arguments))

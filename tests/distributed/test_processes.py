@@ -6,7 +6,7 @@ import pytest
 import torch
 from launching import alone, final, lines, torchrun
 
-HERE = Path(__file__).parent
+BROKEN = Path(__file__).parent / "broken_reward.py"
 
 
 def assert_same(folder, other):
@@ -44,13 +44,25 @@ def whole(recipe_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(whole, tmp_path_factory):
-    """The same run on two processes, cut after its first iteration."""
+def stopped(whole, tmp_path_factory):
+    """The same run on two processes, of which one is sent SIGTERM in the first iteration."""
     recipe, _ = whole
     out = tmp_path_factory.mktemp("two")
-    done = torchrun(2, "train", recipe, "--out", out, "--name", "cut", "--iterations", "1")
+    done = torchrun(2, "train", recipe, "--out", out, "--name", "cut", script=(BROKEN, "SIGTERM"))
     assert done.returncode == 0, done.stderr
     return out / "cut", done
+
+
+def test_a_signal_to_one_process_stops_all_after_the_iteration_saved(stopped):
+    folder, done = stopped
+    assert final(folder)[1]["iteration"] == 1
+    assert "terminated after 1 iterations" in done.stdout
+
+
+def test_one_process_speaks_for_all(stopped):
+    _, done = stopped
+    assert done.stdout.count("iteration 1/2") == 1
+    assert done.stdout.count("continue: ") == 1
 
 
 def test_four_processes_give_the_weights_and_the_log_of_one(whole, tmp_path):
@@ -60,12 +72,12 @@ def test_four_processes_give_the_weights_and_the_log_of_one(whole, tmp_path):
     assert_same(tmp_path / "four", folder)
 
 
-def test_a_run_begun_on_two_processes_ends_on_one_as_if_it_had_always_been_on_one(whole, two):
+def test_a_run_begun_on_two_processes_ends_on_one_as_if_it_had_always_been_on_one(whole, stopped):
     _, folder = whole
-    cut, _ = two
-    alone("train", "--resume", cut, "--iterations", "2")
+    cut, _ = stopped
+    alone("train", "--resume", cut)
     resumed, straight = lines(cut), lines(folder)
-    # the last iteration of a run is not followed by an evaluation during training
+    # the last iteration before a stop is not followed by an evaluation during training
     assert straight[1].pop("evaluation") is not None
     assert resumed[1].pop("evaluation") is None
     assert_close(resumed, straight)
@@ -80,12 +92,6 @@ def test_a_run_begun_on_one_process_ends_on_two(whole, tmp_path):
     assert done.returncode == 0, done.stderr
     for name, tensor in final(folder)[0].items():
         torch.testing.assert_close(final(tmp_path / "cut")[0][name], tensor, rtol=0, atol=1e-6, msg=name)
-
-
-def test_one_process_speaks_for_all(two):
-    _, done = two
-    assert done.stdout.count("iteration 1/1") == 1
-    assert done.stdout.count("report:") == 1
 
 
 def test_the_micro_batch_shows_in_neither_weights_nor_log(tmp_path):
@@ -107,23 +113,14 @@ def test_a_user_error_is_told_once_and_ends_every_process_with_2(recipe_file, tm
     assert not (tmp_path / "three").exists()
 
 
-@pytest.mark.parametrize(("how", "shown"), [("raises", "ZeroDivisionError"), ("killed", "Signal 9 (SIGKILL)")])
+@pytest.mark.parametrize(("how", "shown"), [("raises", "ZeroDivisionError"), ("SIGKILL", "Signal 9 (SIGKILL)")])
 def test_a_process_that_fails_ends_the_others(recipe_file, tmp_path, how, shown):
-    recipe = recipe_file(reward="broken", reward_options={"how": how})
-    done = torchrun(2, "train", recipe, "--out", tmp_path, "--name", "run", script=(HERE / "broken_reward.py",))
+    done = torchrun(2, "train", recipe_file(), "--out", tmp_path, "--name", "run", script=(BROKEN, how))
     assert done.returncode != 0
     assert shown in done.stderr
     if how == "raises":  # its own traceback comes first, and is the only one
         assert done.stderr.count("]: Traceback") == done.stderr.count("[rank1]: Traceback") == 1
         assert done.stderr.index("ZeroDivisionError") < done.stderr.index("process 0 ends")
-
-
-def test_a_signal_to_one_process_stops_all_after_the_iteration_saved(recipe_file, tmp_path):
-    recipe = recipe_file(reward="broken", reward_options={"how": "terminated"}, iterations=3)
-    done = torchrun(2, "train", recipe, "--out", tmp_path, "--name", "run", script=(HERE / "broken_reward.py",))
-    assert done.returncode == 0, done.stderr
-    assert final(tmp_path / "run")[1]["iteration"] == 1
-    assert "terminated after 1 iterations" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from stepcredit.errors import UserError
 
 TIMEOUT = timedelta(minutes=60)
 """How long a process waits for another: a slow reward is no failure, and one that dies is noticed at once."""
-GRACE = 10.0
+GRACE = 5.0
 """Seconds that a process with an error gives the others to end by the same, before the launcher ends them."""
 FOREIGN = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 """What `accelerate launch` sets for engines that are not supported."""
