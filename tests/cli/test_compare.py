@@ -110,6 +110,21 @@ def test_an_interrupted_comparison_goes_on_and_ends_as_one_that_was_not(done, fl
             assert (tmp_path / name).read_text() == (done / name).read_text()
 
 
+@pytest.mark.parametrize("leftover", ["checkpoints/.step-000000.partial/weights", "evaluations/iteration-000000.jsonl"])
+def test_a_run_killed_before_its_first_line_is_made_again(done, flags, tmp_path, leftover):
+    # at whatever moment before its first checkpoint, as by a power cut
+    name = "compose-uniform-seed-0"
+    recipe = (done / "c" / name / "recipe.yaml").read_text()
+    torn = tmp_path / "c" / name / leftover
+    torn.parent.mkdir(parents=True)
+    torn.write_text("half")
+    (tmp_path / "c" / name / "recipe.yaml").write_text(recipe)
+    command = ["compare", "compose-uniform", "--seeds", "1", "--iterations", "2", "--name", "c", "--out", str(tmp_path)]
+    assert main([*command, *flags]) == 0
+    after = f"c/{name}/evaluations/after.jsonl"
+    assert (tmp_path / after).read_text() == (done / after).read_text()
+
+
 def test_bad_input_is_a_sentence_before_anything_is_written(flags, tmp_path, capsys):
     for words, reason in (
         (["compose-stepwise", "--seeds", "0"], "--seeds must be at least 1, not 0"),

@@ -107,16 +107,18 @@ def show(found: Mapping[str, Any], folder: Path) -> None:
         seeds = found["seeds"]
         target = "no target" if found["target"] is None else f"target {found['target']:.3f} ({found['target_kind']})"
         rows = table(
-            f"seeds {', '.join(map(str, seeds))}; {target}; ratios and differences to the first, paired by seed",
-            *("recipe", "after", "to the first", "iterations to target", "evaluations", "seconds"),
+            f"seeds {', '.join(map(str, seeds))}; {target}; × what the first needs to reach it, paired by seed",
+            *("recipe", "after", "to the first", "× iterations", "× evaluations", "× seconds"),
         )
+        for column in rows.columns:
+            column.no_wrap = True
         for k, recipe in enumerate(found["recipes"]):
             ratios = recipe["ratio"] or {}
             rows.add_row(
                 recipe["label"],
                 _shown(recipe["reward"]),
                 "" if k == 0 else _shown(recipe["to_first"], "+"),
-                *(page.times(ratios[axis]) if k and ratios else "" for axis in page.AXES),
+                *(_ratio(ratios[axis]) if k and ratios else "" for axis in page.AXES),
             )
         out.print(rows)
     for verdict in page.verdicts(found):
@@ -128,3 +130,7 @@ def _shown(value: Mapping[str, Any], sign: str = "") -> str:
     told = interval(value)
     bounds = "" if told.low != told.low else f" [{told.low:{sign}.3f}, {told.high:{sign}.3f}]"
     return f"{told.mean:{sign}.3f}{bounds}"
+
+
+def _ratio(ratio: Mapping[str, Any]) -> str:
+    return "unknown" if ratio["value"] is None else page.times(ratio).removesuffix(" times")

@@ -23,7 +23,7 @@ from stepcredit.training.files import safe_run_dir, write_text_atomic
 from stepcredit.training.interrupt import Stop
 from stepcredit.training.recipe import MAY_CHANGE, Recipe
 from stepcredit.training.telemetry import make_display
-from stepcredit.training.trainer import stored_recipe, train
+from stepcredit.training.trainer import never_started, stored_recipe, train
 
 POLL = 0.2
 """Seconds between looks at the processes."""
@@ -41,7 +41,7 @@ class Planned:
     @property
     def started(self) -> bool:
         """Whether there is anything to continue."""
-        return any((self.folder / name).exists() for name in ("metrics.jsonl", "evaluations"))
+        return (self.folder / "recipe.yaml").is_file() and not never_started(self.folder)
 
     @property
     def finished(self) -> bool:

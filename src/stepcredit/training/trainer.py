@@ -63,7 +63,7 @@ def train(
     with distributed.together(RewardError):
         if resume:
             recipe = _resumed_recipe(recipe, folder)
-        elif distributed.leads() and folder.exists() and not _never_started(folder):
+        elif distributed.leads() and folder.exists() and not never_started(folder):
             raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
         parts = setup(recipe)
         selftest.require(parts.reward)
@@ -108,7 +108,7 @@ def train(
         display.stop()
 
 
-def _never_started(folder: Path) -> bool:
+def never_started(folder: Path) -> bool:
     """Whether a folder holds nothing, or the settings of a run that ended before its first evaluation."""
     settings = ("recipe.yaml", "origin.json", "ledger.json")
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
