@@ -1,11 +1,12 @@
 """``stepcredit audit`` as a person uses it."""
 
 import json
+import signal
 
 import pytest
 import torch
 
-from stepcredit.cli import main
+from stepcredit.cli import audit_command, main
 from stepcredit.policies.desk import DeskPolicy
 
 FLAGS = ["--reward", "jpeg_size", "--group-size", "4", "--micro-batch", "4", "--steps", "5", "--window", "0", "4"]
@@ -66,6 +67,21 @@ def test_a_runs_tuned_weights_are_looked_at(flags, tmp_path, capsys):
     assert tuned["weights"] == str(tmp_path / "run")
     assert base["weights"] == "base"
     assert tuned["schemes"][0]["steps"]["gradient_norm"] != base["schemes"][0]["steps"]["gradient_norm"]
+
+
+def test_ctrl_c_gives_the_result_so_far(flags, capsys, monkeypatch):
+    told = []
+
+    def done(self, k, total):
+        told.append(k)
+        if k == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(audit_command._Display, "done", done)
+    assert main(["audit", "compose-uniform", "--groups", "40", "--json", *flags]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert told == [1, 2, 3, 4, 5]
+    assert (found["groups"], found["asked_groups"], found["stopped"]) == (5, 40, "interrupted")
 
 
 def test_bad_input_is_a_sentence(flags, capsys):

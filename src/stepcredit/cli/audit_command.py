@@ -72,8 +72,14 @@ def run(argv: Sequence[str]) -> int:
 
     stop = Stop()
     found_shapes = shapes(schemes, args.plain)
+
+    def stopped() -> bool:
+        stop.settle()
+        return stop.reason is not None
+
     with _Display(args.groups) as display, interruptible(stop, display.message):
-        sums = measure(found_shapes, args.groups, args.dimensions, display.done, lambda: stop.reason is not None)
+        sums = measure(found_shapes, args.groups, args.dimensions, display.done, stopped)
+    stop.settle()
     found = summarise(found_shapes, sums)
     settings = {
         "weights": weights,

@@ -123,6 +123,7 @@ def execute(
         return _in_processes(missing, jobs, stop, ended)
     failed = {}
     for run in missing:
+        stop.settle()
         if stop.reason is not None:
             break
         display = make_display(quiet=True, console=console)
@@ -148,6 +149,7 @@ def _in_processes(
         while waiting and len(running) < jobs and stop.reason is None:
             run = waiting.pop(0)
             running.append((run, _start(run)))
+        stop.settle()
         if stop.reason is not None and not told:
             told = True
             for _, process in running:
