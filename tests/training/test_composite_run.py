@@ -100,6 +100,24 @@ def test_evaluations_are_read_back_with_their_parts(small, redness, tmp_path):
     assert len(again.components["redness"]) == 12
 
 
+def test_a_composite_is_judged_in_pieces_and_combined_in_whole_groups(small, redness):
+    from stepcredit.rewards.base import judge
+    from stepcredit.training.judging import judge_latents
+    from stepcredit.training.setup import setup
+
+    parts = setup(small(reward="composite", reward_options={"redness": 1.0, "jpeg_size": 0.5}))
+    parts.reward.piece = 3
+    asked = [parts.train[k % 2] for k in range(10)]  # groups lie across the pieces
+    x_0 = torch.rand(10, *parts.policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    found = judge_latents(parts, x_0, asked, torch.arange(10) % 2)
+    texts, metadata = [prompt.text for prompt in asked], [prompt.metadata for prompt in asked]
+    whole = judge(parts.reward, parts.policy.decode(x_0), texts, metadata)
+    assert torch.equal(found.score, whole.score)
+    assert torch.equal(found.components["redness"], whole.components["redness"])
+    for group in (found.score[::2], found.score[1::2]):
+        assert float(group.mean()) == pytest.approx(0, abs=1e-5)
+
+
 def test_asking_while_decoding_changes_nothing(small, redness, tmp_path):
     written = []
     for concurrent in (1, 3):

@@ -60,9 +60,9 @@ class Composite:
     """A weighted combination of rewards as a reward.
 
     ``group_z`` needs whole groups in every call: by default the images of one prompt (and equal metadata) are one
-    group, wherever they stand; with ``group_size`` every run of that many images is. Its values say who is better
-    within a group and nothing across groups: evaluate on ``components``. Rewards whose direction is ``lower`` are
-    negated first.
+    group, wherever they stand; with ``group_size`` every run of that many images is; a training run tells its own
+    groups. Its values say who is better within a group and nothing across groups: evaluate on ``components``. Rewards
+    whose direction is ``lower`` are negated first.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Composite:
         if group_size is not None and group_size < 2:
             raise ValueError(f"composite: group_size must be at least 2; got {group_size}")
         self.per_image = how == "weighted_sum"
+        self.piece = max(part.info.batch_size for part in self.parts.values())
         bound = _bounds(self.parts, self.weights) if self.per_image else (-math.inf, math.inf)
         self.info = RewardInfo(
             name="composite",
@@ -84,7 +85,7 @@ class Composite:
             licence="; ".join(sorted({part.info.licence for part in self.parts.values()})),
             description=f"{how} of " + ", ".join(f"{self.weights[name]:g} {name}" for name in self.parts),
             needs=tuple(sorted({need for part in self.parts.values() for need in part.info.needs})),
-            batch_size=1 << 30,  # groups must not be cut; each part is called in batches of its own size
+            batch_size=self.piece if self.per_image else 1 << 30,  # groups must not be cut
         )
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
@@ -92,22 +93,31 @@ class Composite:
         return self.components(images, prompts, metadata)["score"]
 
     def components(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> dict[str, Tensor]:
-        """Every part in its native units, and the combination as ``score``, float32 ``[B]`` each.
+        """Every part in its native units, and the combination as ``score``, float32 ``[B]`` each."""
+        native = self.native(images, prompts, metadata)
+        groups = group_rows("composite", prompts, metadata, self.group_size) if not self.per_image else ()
+        return {"score": self.combined(native, [torch.tensor(group) for group in groups]), **native}
 
-        What a part can say of itself follows as ``part.component``.
+    def native(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> dict[str, Tensor]:
+        """Every part in its native units, float32 ``[B]`` each; what a part says of itself follows as ``part.name``.
+
+        Unlike the combination this may be asked for pieces of a batch, ``piece`` images at a time.
         """
         judged = {name: judge(part, images, prompts, metadata) for name, part in self.parts.items()}
         native = {name: one.score for name, one in judged.items()}
         inner = {f"{name}.{key}": values for name, one in judged.items() for key, values in one.components.items()}
         inner |= {f"{name}.exact": one.exact for name, one in judged.items() if one.exact is not None}
-        oriented = self._oriented(native)
+        return {**native, **inner}
+
+    def combined(self, native: Mapping[str, Tensor], groups: Sequence[Tensor]) -> Tensor:
+        """The combination of native parts, float32 ``[B]``; ``groups``: their rows, for ``group_z``."""
+        oriented = self._oriented({name: native[name] for name in self.parts})
         if self.how == "weighted_sum":
-            return {"score": combine(oriented, self.weights, self.how), **native, **inner}
-        result = torch.full((len(images),), float("nan"))
-        for group in group_rows("composite", prompts, metadata, self.group_size):
-            rows = torch.tensor(group)
+            return combine(oriented, self.weights, self.how)
+        result = torch.full_like(next(iter(oriented.values())), float("nan"))
+        for rows in groups:
             result[rows] = combine({name: values[rows] for name, values in oriented.items()}, self.weights, self.how)
-        return {"score": result, **native, **inner}
+        return result
 
     def standardised(self, components: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Tensor:
         """Weighted sum of the parts in deviations of ``reference`` above its means, float32 ``[N]``.

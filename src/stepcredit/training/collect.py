@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stepcredit.rewards.base import Judgement, RewardError, join, judge, require_finite
+from stepcredit.rewards.base import RewardError
 from stepcredit.rollout import Groups, Trajectory, Velocity, rollout
 from stepcredit.scoring import clean_estimates
 from stepcredit.tasks import Prompt
 from stepcredit.training import distributed
+from stepcredit.training.judging import judge_latents
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.setup import Setup, velocity_of
 
@@ -100,7 +99,7 @@ def scored(parts: Setup, cells: Sequence[Sampled]) -> Scored:
         plan = parts.plan(cell.groups)
         x_0 = clean_estimates(cell.trajectory, plan, cell.velocity, parts.recipe.micro_batch)
         prompt = cell.groups.prompt[plan.member]
-        judged = _judge(parts, x_0, [cell.prompts[p] for p in prompt.tolist()])
+        judged = judge_latents(parts, x_0, [cell.prompts[p] for p in prompt.tolist()], prompt)
         R.append(cell.groups.grouped(plan.per_state(judged.score)))
         every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
         for name, values in every.items():
@@ -113,35 +112,6 @@ def scored(parts: Setup, cells: Sequence[Sampled]) -> Scored:
     final = {name: distributed.gather(torch.cat(values))[order] for name, values in last.items()}
     components = {name: float(values.nanmean()) for name, values in final.items()}
     return Scored(distributed.gather(torch.cat(R))[order], failed, components)
-
-
-def _judge(parts: Setup, x_0: Tensor, asked: list[Prompt]) -> Judgement:
-    """Judgement of clean latents ``[N, ...]``, decoded and judged in the reward's own batches: ten thousand images of
-    512 pixels, as a step-wise rollout has, would fill 30 GB at once.
-
-    A reward that waits for a server (``concurrent`` requests at a time) is asked while the next batches are decoded.
-    """
-
-    def ask(images: Tensor, some: slice) -> Judgement:
-        return judge(parts.reward, images, [p.text for p in asked[some]], [p.metadata for p in asked[some]])
-
-    size = parts.reward.info.batch_size
-    width = int(getattr(parts.reward, "concurrent", 1))
-    done: list[Judgement] = []
-    waiting: deque[Future[Judgement]] = deque()
-    with ThreadPoolExecutor(width) as pool:
-        for start in range(0, len(asked), size):
-            some = slice(start, start + size)
-            images = torch.cat([parts.policy.decode(part).cpu() for part in x_0[some].split(parts.recipe.micro_batch)])
-            require_finite(images, [prompt.text for prompt in asked[some]])
-            if width == 1:
-                done.append(ask(images, some))
-                continue
-            waiting.append(pool.submit(ask, images, some))
-            if len(waiting) >= width:  # no more images in memory than requests under way
-                done.append(waiting.popleft().result())
-        done += [future.result() for future in waiting]
-    return join(done)
 
 
 def _failures(recipe: Recipe, name: str, counts: Tensor, prompts: Sequence[Prompt]) -> int:
