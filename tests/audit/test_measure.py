@@ -177,7 +177,8 @@ def row(
     return {
         "label": label, "credit": "gain", "advantage": "centred", "kernel": "cps", "level": 0.8, "window": None,
         "sampler_steps": 3, "estimate": "2 substeps", "progress_at_equal_cost": interval(0.1 * ratio, 0.1 * half),
-        "ratio": interval(ratio, half), "alignment": interval(cosine, 0.05),
+        "ratio": interval(ratio, half), "difference": interval(0.1 * (ratio - 1), 0.1 * half),
+        "behind_best": interval(0.1 * (1.5 - ratio), 0.1 * half), "alignment": interval(cosine, 0.05),
         "steps": {"proposed_window": window, "share_of_noise": list(noise)},
     }  # fmt: skip
 
@@ -188,13 +189,18 @@ def test_the_advice_says_what_the_intervals_allow():
     assert clear.startswith("Take two: credit gain, advantage centred, kernel cps 0.8, window [0, 3), 2 substeps; ")
     assert clear.endswith("at equal cost an update gains 1.50 [1.30, 1.70] times what one gains.")
     close = advice({"groups": 64, "schemes": [base, row("two", 1.1)]})
-    assert "1.10 [0.90, 1.30] times what one gains, which 64 groups do not tell from 1" in close
+    assert "1.10 [0.90, 1.30] times what one gains, which 64 groups do not tell from the same" in close
     first = advice({"groups": 64, "schemes": [base, row("two", 0.5), row("three", 0.9)]})
     assert first.startswith("Take one")
     assert "none of the others gains more at equal cost, and 1 of 2 gain clearly less" in first
     biased = advice({"groups": 64, "schemes": [base, row("two", 1.5, cosine=0.6, window=[0, 2])]})
     assert "biased, with a cosine of 0.60 [0.55, 0.65]" in biased
     assert "audit it again with --window 0 2" in biased
+    unknown = {"mean": float("nan"), "low": float("nan"), "high": float("nan")}
+    open_first = [{**base, "progress_at_equal_cost": interval(0.1, 0.2)}, {**row("two", 1.5), "ratio": unknown}]
+    assert "gains 0.05 [0.03, 0.07] more than one" in advice({"groups": 64, "schemes": open_first})
+    tied = advice({"groups": 64, "schemes": [base, row("two", 1.5), row("three", 1.4), row("four", 1.0)]})
+    assert tied.endswith("; not told from it: three.")
     hidden = advice({"groups": 64, "schemes": [row("one", 0.1, half=0.5, noise=(0.1, 0.1, 0.8))]})
     assert hidden.startswith("No scheme's signal stands out of the noise of 64 groups")
     assert "step 2 alone brings 80% of the noise" in hidden

@@ -30,8 +30,9 @@ def summarise(shapes: Sequence[Shape], sums: Sequence[Sums]) -> dict[str, Any]:
 
     ``schemes``, in the order of the shapes, each with ``signal_to_noise`` (of one prompt), ``signal_per_evaluation``
     (the same for 1,000 model evaluations), ``alignment``, ``progress`` (of an update as the recipe makes it),
-    ``progress_at_equal_cost`` (at the first scheme's cost) and ``ratio`` (that to the first scheme's, paired by
-    prompt): ``{mean, low, high}`` each; and ``steps``: norms and shares by step.
+    ``progress_at_equal_cost`` (at the first scheme's cost), ``difference`` and ``ratio`` (that to the first scheme's,
+    paired by prompt; a ratio to what is not resolved is NaN), ``behind_best``: ``{mean, low, high}`` each; and
+    ``steps``: norms and shares by step.
     """
     first = shapes[0].schemes[0]
     budget = first.groups_per_update * first.cost
@@ -39,15 +40,20 @@ def summarise(shapes: Sequence[Shape], sums: Sequence[Sums]) -> dict[str, Any]:
     if sums[0].groups == 0:
         return {"groups": 0, "budget": budget, "shapes": [], "schemes": [], "advice": advice({"groups": 0})}
     rows: list[dict[str, Any]] = []
+    equals: list[Replicated] = []
     for number, (shape, kept) in enumerate(zip(shapes, sums, strict=True)):
         reference = kept.gradients(-1)
         for k, scheme in enumerate(shape.schemes):
             p = estimators.products(kept.gradients(k), reference)
             equal = estimators.progress(p, budget / scheme.cost)
             baseline = baseline or equal
+            equals.append(equal)
             silent = math.nan if kept.silent is None else float(kept.silent[k]) / kept.groups
             row = {**_about(scheme), "shape": number, "silent_groups": silent}
             rows.append({**row, **_figures(scheme, p, equal, baseline), "steps": _steps(kept, k)})
+    best = max(equals, key=lambda equal: equal.value)
+    for row, equal in zip(rows, equals, strict=True):
+        row["behind_best"] = best.map(np.subtract, equal).interval().as_dict()
     found = {
         "groups": sums[0].groups,
         "budget": budget,
@@ -75,7 +81,7 @@ def advice(found: Mapping[str, Any]) -> str:
         f"{best['level']:g}, window [{window[0]}, {window[1]})"
         + (f", {best['estimate']}" if best["credit"] in DENSE else "")
     )
-    words = [take, _against_first(rows, best, found["groups"])]
+    words = [take, _against_first(rows, best, found["groups"]), _ties(rows, best)]
     if best["alignment"]["high"] < BIASED:
         words.append(
             f"its expected gradient is biased, with a cosine of {_shown(best['alignment'])} to the unbiased one, so "
@@ -108,12 +114,21 @@ def _against_first(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any], g
             if rows[1:]
             else ""
         )
-    if not math.isfinite(ratio["mean"]):
-        return f"the progress of {first['label']} is not resolved, so that no ratio can be given"
-    told = f"at equal cost an update gains {_shown(ratio)} times what {first['label']} gains"
-    if ratio["low"] <= 1:
-        return f"{told}, which {groups} groups do not tell from 1"
-    return told
+    if math.isfinite(ratio["mean"]):
+        told, clear = (
+            f"at equal cost an update gains {_shown(ratio)} times what {first['label']} gains",
+            ratio["low"] > 1,
+        )
+    else:
+        more = best["difference"]
+        told, clear = f"at equal cost an update gains {_shown(more)} more than {first['label']}", more["low"] > 0
+    return told if clear else f"{told}, which {groups} groups do not tell from the same"
+
+
+def _ties(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> str:
+    """Rows other than the first that are as good as the best within their intervals."""
+    alike = [row["label"] for row in rows[1:] if row is not best and row["behind_best"]["low"] <= 0]
+    return f"not told from it: {', '.join(alike)}" if alike else ""
 
 
 def _shown(value: Mapping[str, float]) -> str:
@@ -150,6 +165,7 @@ def _figures(scheme: Scheme, p: Products, equal: Replicated, baseline: Replicate
         "alignment": estimators.alignment(p).interval().as_dict(),
         "progress": estimators.progress(p, scheme.groups_per_update).interval().as_dict(),
         "progress_at_equal_cost": equal.interval().as_dict(),
+        "difference": equal.map(np.subtract, baseline).interval().as_dict(),
         "ratio": ratio.interval().as_dict(),
     }
 

@@ -167,7 +167,7 @@ def _steps(row: Mapping[str, Any], shape: Mapping[str, Any]) -> Any:
 def _shown(value: Mapping[str, float], digits: int) -> str:
     mean, low, high = value["mean"], value["low"], value["high"]
     if mean != mean:
-        return "not resolved"
+        return "unknown"
     bounds = "" if low != low or high != high else f" [{low:.{digits}f}, {high:.{digits}f}]"
     return f"{mean:.{digits}f}{bounds}"
 
