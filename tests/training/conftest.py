@@ -2,24 +2,10 @@
 
 import pytest
 import torch
+from run_cases import KEYS
 
 from stepcredit.policies.desk import DeskPolicy
 from stepcredit.training import recipe as recipes
-
-KEYS = {
-    "reward": "jpeg_size",
-    "iterations": 4,
-    "prompts_per_iteration": 2,
-    "group_size": 4,
-    "micro_batch": 4,
-    "steps": 5,
-    "window": None,
-    "eval_prompts": 12,
-    "eval_prompts_during": 6,
-    "eval_every": 2,
-    "checkpoint_every": 1,
-    "lr": 1e-2,
-}
 
 
 @pytest.fixture(scope="session")

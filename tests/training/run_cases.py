@@ -8,6 +8,21 @@ from stepcredit.training import checkpoint
 from stepcredit.training.telemetry import make_display
 from stepcredit.training.trainer import train
 
+KEYS = {
+    "reward": "jpeg_size",
+    "iterations": 4,
+    "prompts_per_iteration": 2,
+    "group_size": 4,
+    "micro_batch": 4,
+    "steps": 5,
+    "window": None,
+    "eval_prompts": 12,
+    "eval_prompts_during": 6,
+    "eval_every": 2,
+    "checkpoint_every": 1,
+    "lr": 1e-2,
+}
+"""Of a bundled recipe, cut down to run in a second."""
 TIMES = ("seconds", "phase_seconds", "memory_mb")
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from run_cases import assert_equal, final, lines, run
+from run_cases import KEYS, assert_equal, final, lines, run
 
 from stepcredit.cli import main
 from stepcredit.errors import UserError
@@ -139,8 +139,6 @@ def test_limits_on_what_is_not_measured_are_refused(keys, word):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tiny_model):
     """An uninterrupted run, every checkpoint kept."""
-    from conftest import KEYS
-
     folder = tmp_path_factory.mktemp("runs") / "whole"
     recipe = recipes.load("compose-stepwise", {**KEYS, "model": str(tiny_model), "keep_checkpoints": 9})
     run(recipe, folder)
@@ -296,8 +294,6 @@ def test_a_held_out_reward_that_keeps_falling_stops_the_run_with_the_best_checkp
         return dataclasses.replace(result, rewards=result.rewards + offset)
 
     monkeypatch.setattr(trainer, "evaluate", falling)
-    from conftest import KEYS
-
     recipe = recipes.load(
         "compose-stepwise", {**KEYS, "model": str(tiny_model), "eval_every": 1, "iterations": 9, **EVALUATED}
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_cases import assert_equal, final, lines, run
+from run_cases import KEYS, assert_equal, final, lines, run
 
 from stepcredit.training import checkpoint
 from stepcredit.training import recipe as recipes
@@ -27,8 +27,6 @@ KILLS = {"desk": (20, 1, 20), "lora": (8, 3, 8)}
 @pytest.fixture(scope="module", params=KILLS)
 def killed(request, tmp_path_factory, tiny_model):
     """A recipe, the folder of its runs, and what was done to them."""
-    from conftest import KEYS
-
     iterations, one_in, moments = KILLS[request.param]
     if request.param == "lora":
         pytest.importorskip("diffusers")

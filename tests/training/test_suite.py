@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from run_cases import KEYS
 
 from stepcredit.cli import main
 from stepcredit.errors import UserError
@@ -110,8 +111,6 @@ def test_suites_by_name(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model):
-    from conftest import KEYS
-
     from stepcredit.training import recipe as recipes
 
     folder = tmp_path_factory.mktemp("runs") / "first"

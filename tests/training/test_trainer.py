@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from run_cases import assert_equal, final, lines, run
+from run_cases import KEYS, assert_equal, final, lines, run
 from safetensors.torch import load_file
 
 from stepcredit.errors import UserError
@@ -20,8 +20,6 @@ from stepcredit.training.trainer import train
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tiny_model):
     """An uninterrupted run."""
-    from conftest import KEYS
-
     folder = tmp_path_factory.mktemp("runs") / "whole"
     recipe = recipes.load("compose-stepwise", {**KEYS, "model": str(tiny_model)})
     return recipe, folder, run(recipe, folder)
