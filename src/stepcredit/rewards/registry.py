@@ -34,7 +34,7 @@ _BUILT_IN = {
     "deqa": "stepcredit.rewards.served:deqa",
     "remote": "stepcredit.rewards.served:RemoteReward",
     "composite": "stepcredit.rewards.composite:composite",
-    "tiny_pickscore": "stepcredit.rewards.tiny:pickscore",
+    "tiny_pickscore": "stepcredit.rewards.tiny:TinyPickscore",
     "tiny_ocr": "stepcredit.rewards.tiny:TinyOcr",
 }
 _registered: dict[str, Factory] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,47 @@ from stepcredit.rewards.jpeg import JpegSize
 from stepcredit.rewards.ocr import Ocr
 
 
-def pickscore() -> ClipCosine:
+class TinyPickscore:
     """PickScore's class on a random CLIP of two layers; scores differ between images and prompts, and mean nothing."""
+
+    def __init__(self) -> None:
+        self._score = _random_clip_score()
+        self.info = self._score.info
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
+        """Scores, float32 ``[B]``."""
+        return self._score(images, prompts, metadata)
+
+    def self_test(self) -> SelfTest:
+        """PickScore's pair, the good one being the one that this random network happens to prefer."""
+        test = self._score.self_test()
+        pair = torch.stack([test.good, test.bad])
+        good, bad = self(pair, [test.prompt] * 2, [test.metadata] * 2).tolist()
+        return test if good > bad else replace(test, good=test.bad, bad=test.good)
+
+
+class TinyOcr:
+    """The OCR reward, without its detector, plus the JPEG size, without which random pictures would all score 0."""
+
+    def __init__(self) -> None:
+        self._ocr, self._size = Ocr(missing="nan", detect=False), JpegSize(goal="large", unit="bits_per_pixel")
+        self.info = RewardInfo(
+            name="tiny_ocr",
+            range=(0.0, float("inf")),
+            licence="Apache-2.0 (RapidOCR and the PP-OCR models)",
+            description="OCR plus JPEG size: for rehearsals, where pictures hold no text",
+        )
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
+        """Scores, float32 ``[B]``."""
+        return self._ocr(images, prompts, metadata) + self._size(images, prompts, metadata)
+
+    def self_test(self) -> SelfTest:
+        """As that of the OCR reward."""
+        return self._ocr.self_test()
+
+
+def _random_clip_score() -> ClipCosine:
     from stepcredit.policies import tiny_text
 
     transformers: Any = importlib.import_module("transformers")
@@ -51,24 +91,3 @@ def pickscore() -> ClipCosine:
         description="PickScore's code on a tiny random CLIP: for rehearsals",
     )
     return ClipCosine(info, model.eval().requires_grad_(False), tokenizer, scale=100.0)
-
-
-class TinyOcr:
-    """The OCR reward, without its detector, plus the JPEG size, without which random pictures would all score 0."""
-
-    def __init__(self) -> None:
-        self._ocr, self._size = Ocr(missing="nan", detect=False), JpegSize(goal="large", unit="bits_per_pixel")
-        self.info = RewardInfo(
-            name="tiny_ocr",
-            range=(0.0, float("inf")),
-            licence="Apache-2.0 (RapidOCR and the PP-OCR models)",
-            description="OCR plus JPEG size: for rehearsals, where pictures hold no text",
-        )
-
-    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
-        """Scores, float32 ``[B]``."""
-        return self._ocr(images, prompts, metadata) + self._size(images, prompts, metadata)
-
-    def self_test(self) -> SelfTest:
-        """As that of the OCR reward."""
-        return self._ocr.self_test()
