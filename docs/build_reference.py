@@ -13,7 +13,8 @@ MODULES = (
     "sampling", "policies.base", "rewards.base", "rewards.geneval_rules", "tasks.base",
     "training.recipe", "training.setup", "training.iteration", "training.cells", "training.collect", "training.update",
     "training.gradients", "training.distributed", "training.evaluation",
-    "training.trainer", "training.checkpoint", "inspection.collect", "inspection.schemes",
+    "training.trainer", "training.account", "training.guards", "training.checkpoint",
+    "inspection.collect", "inspection.schemes",
     "audit.estimators", "audit.gradients", "audit.schemes", "audit.measure", "audit.result",
     "comparison.curves", "comparison.runs", "comparison.summary", "comparison.diversity",
 )  # fmt: skip

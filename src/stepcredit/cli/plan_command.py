@@ -14,9 +14,9 @@ import tyro
 from stepcredit.cli.common import DEFAULT_RECIPE, console, parse_with_recipe, table
 from stepcredit.policies.base import take
 from stepcredit.rewards.base import score
+from stepcredit.training.account import header
 from stepcredit.training.budget import PEAK_TFLOPS, Budget
 from stepcredit.training.setup import Setup, evaluation_images, setup
-from stepcredit.training.trainer import header
 
 
 @dataclass

@@ -13,10 +13,10 @@ from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
 from stepcredit.rollout import chunks, replay, rollout
 from stepcredit.sampling import sample
+from stepcredit.training.account import header
 from stepcredit.training.iteration import iterate
 from stepcredit.training.setup import Setup, velocity_of
 from stepcredit.training.state import fresh
-from stepcredit.training.trainer import header
 
 
 @dataclass(frozen=True)

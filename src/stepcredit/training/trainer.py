@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ from stepcredit.errors import UserError
 from stepcredit.reports import run as report
 from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
-from stepcredit.rewards.meter import costs
 from stepcredit.training import checkpoint, distributed, pictures
 from stepcredit.training import recipe as recipes
-from stepcredit.training.evaluation import Evaluation, Slot, evaluate, paired, read
+from stepcredit.training.account import header, summarise
+from stepcredit.training.evaluation import Evaluation, Slot, evaluate, read
 from stepcredit.training.files import append_line, truncate_lines_after, write_text_atomic
 from stepcredit.training.guards import Fired, after_evaluation, after_iteration, limits
 from stepcredit.training.interrupt import Stop, interruptible
 from stepcredit.training.iteration import Clock, iterate
 from stepcredit.training.recipe import Recipe
-from stepcredit.training.records import machine, to_json
+from stepcredit.training.records import to_json
 from stepcredit.training.setup import Setup, setup
 from stepcredit.training.state import TrainState, fresh
 from stepcredit.training.telemetry import Display, memory_mb
@@ -113,24 +112,6 @@ def never_started(folder: Path) -> bool:
     settings = ("recipe.yaml", "origin.json", "ledger.json")
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     return files <= {*settings, *(f"{name}.tmp" for name in settings)}  # killed while it was writing one
-
-
-def header(parts: Setup) -> list[str]:
-    """What a run is about to do, in a few lines: the batch algebra and its cost."""
-    recipe, cost = parts.recipe, parts.cost
-    total = recipe.prompts_per_iteration * recipe.group_size
-    per_update = cost.trajectories // recipe.updates_per_rollout
-    per = cost.per_trajectory()
-    steps = parts.weights.nonzero().flatten().tolist()
-    return [
-        f"{recipe.task}: credit {recipe.credit}, advantage {recipe.advantage}, kernel {recipe.kernel} "
-        f"(level {parts.kernel.level:g}), lr {recipe.lr:g}",
-        f"batch: {recipe.prompts_per_iteration} prompts x {recipe.group_size} members"
-        + (f" x {cost.trajectories // total} branches" if recipe.branch else "")
-        + f" = {cost.trajectories} trajectories, {per_update} per update, {recipe.micro_batch} at a time",
-        f"each iteration: {cost.model_evaluations} model evaluations ({per['model_evaluations_per_trajectory']:.1f} a "
-        f"trajectory), {cost.decodes} decodes and rewards, {cost.trained_evaluations} trained; steps {_spans(steps)}",
-    ]
 
 
 def _before(run: Run) -> None:
@@ -233,38 +214,11 @@ def _evaluate(run: Run, slots: tuple[Slot, ...]) -> Evaluation:
 
 def _finish(run: Run) -> dict[str, Any]:
     """The evaluation after, the summary and the report; an interrupted run gets them as far as it came."""
-    state, recipe = run.state, run.parts.recipe
-    complete = run.stop.signal is None
     before = run.before
     assert before is not None
-    after = _evaluate(run, run.parts.heldout) if complete else None
+    after = _evaluate(run, run.parts.heldout) if run.stop.signal is None else None
     run.stop.settle()
-    summary: dict[str, Any] = {
-        "name": run.folder.name,
-        "task": recipe.task,
-        "reward": run.parts.reward.info.name,
-        "reward_before": before.reward.as_dict(),
-        "reward_after": after.reward.as_dict() if after else None,
-        "improvement": paired(before, after).as_dict() if after else None,
-        "exact_before": _interval(before.exact_rate),
-        "exact_after": _interval(after.exact_rate) if after else None,
-        "per_tag": _per_tag(before, after),
-        "image_statistics": {"before": before.statistics, "after": after.statistics if after else None},
-        "iterations": state.iteration,
-        "updates": state.updates,
-        "seconds": state.seconds,
-        "model_evaluations": state.model_evaluations,
-        "best_iteration": state.best[1] or None,
-        "stopped": run.stop.reason,
-        "guards": {
-            "fired": asdict(state.guards.fired) if state.guards.fired else None,
-            "skipped_updates": state.guards.skipped,
-        },
-        "signal": run.stop.signal,
-        "reward_cost": _reward_costs(run),
-        "memory_mb": memory_mb(),
-        "machine": machine(),
-    }
+    summary = summarise(run.folder.name, run.parts, run.state, run.stop, before, after)
     if not distributed.leads():
         return summary
     if after:
@@ -277,16 +231,6 @@ def _finish(run: Run) -> dict[str, Any]:
     except Exception as error:  # a report must never cost a run
         run.display.message(f"the report could not be written ({type(error).__name__}: {error}); all data is saved")
     return summary
-
-
-def _reward_costs(run: Run) -> list[dict[str, Any]]:
-    """Calls, images, seconds and hits of every reward, of all processes together."""
-    rows = costs(run.parts.reward)
-    for row in rows:
-        counted = [key for key, value in row.items() if isinstance(value, int | float)]
-        total = distributed.add(torch.tensor([row[key] for key in counted], dtype=torch.float64)).tolist()
-        row |= {key: type(row[key])(value) for key, value in zip(counted, total, strict=True)}
-    return rows
 
 
 def _save(run: Run) -> None:
@@ -349,23 +293,3 @@ def stored_recipe(folder: Path) -> Recipe:
 
 def _due(every: int, iteration: int) -> bool:
     return every > 0 and iteration % every == 0
-
-
-def _interval(value: Any) -> dict[str, float] | None:
-    return None if value is None else value.as_dict()
-
-
-def _per_tag(before: Evaluation, after: Evaluation | None) -> dict[str, dict[str, float | None]]:
-    later: Mapping[str, float] = after.per_tag() if after else {}
-    return {tag: {"before": mean, "after": later.get(tag)} for tag, mean in before.per_tag().items()}
-
-
-def _spans(steps: list[int]) -> str:
-    """``0-7, 9`` for [0, .., 7, 9]."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
