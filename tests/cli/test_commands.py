@@ -28,6 +28,8 @@ FLAGS = [
     "2",
     "--lr",
     "0.01",
+    "--lr-schedule",
+    "constant",
     "--window",
     "0",
     "5",

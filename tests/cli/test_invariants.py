@@ -15,7 +15,7 @@ CLOCKS = ("seconds", "phase_seconds", "memory_mb")
 KEYS = {
     "reward": "jpeg_size", "iterations": 3, "prompts_per_iteration": 4, "group_size": 4, "micro_batch": 4, "steps": 5,
     "window": (1, 4), "eval_prompts": 8, "eval_prompts_during": 6, "eval_every": 2, "checkpoint_every": 1, "lr": 1e-3,
-    "kl_beta": 0.01,
+    "kl_beta": 0.01, "lr_schedule": "constant",
 }  # fmt: skip
 
 

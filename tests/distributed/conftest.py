@@ -19,6 +19,7 @@ KEYS = {
     "eval_every": 1,
     "checkpoint_every": 1,
     "lr": 1e-2,
+    "lr_schedule": "constant",
 }
 
 

@@ -21,6 +21,7 @@ KEYS = {
     "eval_every": 2,
     "checkpoint_every": 1,
     "lr": 1e-2,
+    "lr_schedule": "constant",
 }
 """Of a bundled recipe, cut down to run in a second."""
 TIMES = ("seconds", "phase_seconds", "memory_mb")
