@@ -14,6 +14,7 @@ from stepcredit.rewards import registry
 from stepcredit.rewards.base import RewardError, RewardInfo
 from stepcredit.training import checkpoint
 from stepcredit.training import recipe as recipes
+from stepcredit.training.files import sole_writer
 from stepcredit.training.trainer import train
 
 
@@ -247,3 +248,21 @@ def test_reward_options_reach_the_reward(tmp_path, small):
     )
     with pytest.raises(UserError, match="goal"):
         run(small(reward_options={"goaal": "large"}), tmp_path / "wrong")
+
+
+def test_a_run_has_one_writer(tmp_path, small):
+    folder = tmp_path / "run"
+    run(small(iterations=1), folder)
+    before = (folder / "recipe.yaml").read_bytes(), (folder / "metrics.jsonl").read_bytes()
+    with sole_writer(folder), pytest.raises(UserError, match=r"another process is training the run .* end it first"):
+        run(small(iterations=2), folder, resume=True)
+    assert before == ((folder / "recipe.yaml").read_bytes(), (folder / "metrics.jsonl").read_bytes())
+    assert run(small(iterations=2), folder, resume=True)["iterations"] == 2
+
+
+def test_a_folder_that_another_process_has_just_taken_is_left_to_it(tmp_path, small):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with sole_writer(folder), pytest.raises(UserError, match="another process is training the run"):
+        run(small(iterations=1), folder)
+    assert list(folder.iterdir()) == []

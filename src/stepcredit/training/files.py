@@ -11,11 +11,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from stepcredit.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 
@@ -117,6 +121,31 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # includes what is not UTF-8
         return None
     return entry if isinstance(entry, dict) else None
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold a run folder, so that no other process writes into it; UserError if one holds it already.
+
+    The hold is the kernel's (flock) and ends with the process, however it ends. Where there is none (Windows, some
+    network file systems) nothing is held.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is training the run {str(folder)!r}: wait until it has ended, or end it first"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def safe_run_dir(out: Path, name: str) -> Path:

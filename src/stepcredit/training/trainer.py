@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from stepcredit.training import checkpoint, distributed, pictures
 from stepcredit.training import recipe as recipes
 from stepcredit.training.account import header, summarise
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, read
-from stepcredit.training.files import append_line, truncate_lines_after, write_text_atomic
+from stepcredit.training.files import append_line, sole_writer, truncate_lines_after, write_text_atomic
 from stepcredit.training.guards import Fired, after_evaluation, after_iteration, limits
 from stepcredit.training.interrupt import Stop, interruptible
 from stepcredit.training.iteration import Clock, iterate
@@ -59,8 +60,17 @@ def train(
     calls this, and all must see the folder; the first one alone writes. Raises UserError before anything is written if
     the recipe cannot be run, RewardError if its reward fails its self-test; PeerLostError.
     """
+    with contextlib.ExitStack() as held:
+        return _to_the_end(_begun(recipe, folder, display, resume, origin, held))
+
+
+def _begun(
+    recipe: Recipe, folder: Path, display: Display, resume: bool, origin: str | None, held: contextlib.ExitStack
+) -> Run:
+    """The run before its next iteration, its folder ``held`` against other processes and all settings written."""
     with distributed.together(RewardError):
         if resume:
+            _hold(folder, held)
             recipe = _resumed_recipe(recipe, folder)
         elif distributed.leads() and folder.exists() and not never_started(folder):
             raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
@@ -74,6 +84,7 @@ def train(
             _stay_stopped(run)
         elif distributed.leads():
             folder.mkdir(parents=True, exist_ok=True)
+            _hold(folder, held)
             write_text_atomic(folder / "recipe.yaml", recipes.dump(recipe))
             if origin is not None:
                 write_text_atomic(folder / "origin.json", origin)
@@ -82,7 +93,18 @@ def train(
                 folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
             )
     distributed.same(state.norm(), "weights")
+    return run
 
+
+def _hold(folder: Path, held: contextlib.ExitStack) -> None:
+    """Keep other processes from writing into the folder, if it is there."""
+    if distributed.leads() and folder.is_dir():
+        held.enter_context(sole_writer(folder))
+
+
+def _to_the_end(run: Run) -> dict[str, Any]:
+    """Evaluate, iterate, evaluate; the summary."""
+    recipe, parts, state, display = run.parts.recipe, run.parts, run.state, run.display
     display.start(recipe.iterations, state.iteration, header(parts))
     try:
         with interruptible(run.stop, display.message):
