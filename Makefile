@@ -9,7 +9,7 @@ EXTRAS ?= diffusers,ocr,dev
 export OMP_WAIT_POLICY ?= PASSIVE
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: install quickstart test lint types bench clean
+.PHONY: install quickstart test lint types bench evidence clean
 
 install: $(VENV)/.installed
 
@@ -37,6 +37,9 @@ types: install
 
 bench: install
 	$(BIN)/python benchmarks/iteration.py
+
+evidence: install
+	$(BIN)/python benchmarks/papers.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,6 @@
-"""The base model: its loss falls, its making is deterministic, and the shipped one is as documented."""
+"""The base models: their loss falls, their making is deterministic, and the shipped ones are as documented."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,16 +8,20 @@ import torch
 from stepcredit import rewards, tasks
 from stepcredit.policies.desk import DeskPolicy, read_metadata
 from stepcredit.training.evaluation import evaluate, slots
-from stepcredit.training.pretrain import PretrainConfig, flow_matching_loss, pretrain
+from stepcredit.training.pretrain import CONFIGS, PretrainConfig, flow_matching_loss, metadata, pretrain
 
-SMALL = PretrainConfig(steps=150, batch=16, hidden=32, depth=1, heads=2, warmup=5, evaluate_every=0, evaluate_prompts=6)
+TINY = {"steps": 120, "batch": 16, "hidden": 32, "depth": 1, "heads": 2, "warmup": 5, "evaluate_every": 0}
+TINY |= {"evaluate_prompts": 6}
+SMALL = replace(CONFIGS["compose"], **TINY)
 
 
-def test_the_loss_falls_and_the_weights_are_a_function_of_the_seed():
+@pytest.mark.parametrize("task", ["compose", "spell"])
+def test_the_loss_falls_and_the_weights_are_a_function_of_the_seed(task):
+    small = replace(CONFIGS[task], **TINY)
     losses = []
-    first = pretrain(SMALL, lambda progress: losses.append(progress.loss))
+    first = pretrain(small, lambda progress: losses.append(progress.loss))
     assert losses[-1] < 0.8 * losses[0]
-    again = pretrain(SMALL)
+    again = pretrain(small)
     for (_, a), (_, b) in zip(first.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -31,14 +37,14 @@ def test_a_perfect_velocity_has_no_loss(monkeypatch):
 
     import stepcredit.training.pretrain as module
 
-    original = module.render_batch
+    original, *size = module._RENDERERS["compose"]
 
     def remember(prompts, seed):
         pictures = original(prompts, seed)
         seen["x_0"] = 2 * pictures - 1
         return pictures
 
-    monkeypatch.setattr(module, "render_batch", remember)
+    monkeypatch.setitem(module._RENDERERS, "compose", (remember, *size))
     monkeypatch.setattr(policy, "velocity", perfect)
     assert float(flow_matching_loss(policy, prompts, SMALL, 0)) < 1e-6
 
@@ -57,10 +63,18 @@ def test_the_shipped_base_is_as_documented():
     assert 0.35 < result.exact_rate.mean < 0.70
 
 
-def test_the_shipped_base_names_the_command_that_made_it():
+@pytest.mark.parametrize("task", CONFIGS)
+def test_the_shipped_bases_name_the_command_and_the_settings_that_made_them(task):
     from importlib import resources
 
-    with resources.as_file(resources.files("stepcredit") / "assets" / "compose.safetensors") as path:
+    with resources.as_file(resources.files("stepcredit") / "assets" / f"{task}.safetensors") as path:
         header = read_metadata(path)
-    assert header["command"] == "stepcredit pretrain compose"
-    assert header["pretrain.steps"] == str(PretrainConfig().steps)
+    assert metadata(CONFIGS[task]).items() <= header.items()
+    assert header["command"] == f"stepcredit pretrain {task}"
+
+
+def test_all_shipped_weights_together_stay_small():
+    from importlib import resources
+
+    files = [entry for entry in (resources.files("stepcredit") / "assets").iterdir() if entry.is_file()]
+    assert sum(len(entry.read_bytes()) for entry in files) < 12e6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepcredit.cli.common import console, parse
-from stepcredit.errors import UserError
+from stepcredit.errors import UserError, nearest
 from stepcredit.training import pretrain
 
 
@@ -23,11 +23,11 @@ class Pretrain:
     """
 
     task: tyro.conf.Positional[str] = "compose"
-    """Desk task."""
-    to: Path = Path("compose.safetensors")
-    """File to write; never overwritten."""
-    steps: int = pretrain.PretrainConfig.steps
-    """Optimiser steps."""
+    """Desk task: compose or spell."""
+    to: Path | None = None
+    """File to write, TASK.safetensors by default; never overwritten."""
+    steps: int | None = None
+    """Optimiser steps; those of the shipped model by default."""
     seed: int = 0
     """Seed of weights, prompts, pictures, times and noise."""
     threads: int = 1
@@ -37,10 +37,15 @@ class Pretrain:
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(Pretrain, "pretrain", argv)
-    if args.to.exists():
-        raise UserError(f"{str(args.to)!r} exists and is not overwritten; give another --to")
+    if args.task not in pretrain.CONFIGS:
+        known = ", ".join(pretrain.CONFIGS)
+        raise UserError(f"{args.task!r} has no desk model{nearest(args.task, pretrain.CONFIGS)} The desk has: {known}")
+    shipped = pretrain.CONFIGS[args.task]
+    to = args.to or Path(f"{args.task}.safetensors")
+    if to.exists():
+        raise UserError(f"{str(to)!r} exists and is not overwritten; give another --to")
     torch.set_num_threads(args.threads)
-    config = pretrain.PretrainConfig(task=args.task, steps=args.steps, seed=args.seed)
+    config = replace(shipped, steps=shipped.steps if args.steps is None else args.steps, seed=args.seed)
     out = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=out, disable=not out.is_terminal) as bar:
@@ -56,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
             policy = pretrain.pretrain(config, report)
         except ValueError as error:
             raise UserError(str(error)) from error
-    args.to.parent.mkdir(parents=True, exist_ok=True)
-    policy.save(args.to, pretrain.metadata(config))
-    out.print(f"wrote {args.to}; train from it with: stepcredit train compose-stepwise --model {args.to}")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    policy.save(to, pretrain.metadata(config))
+    out.print(f"wrote {to}; train from it with: stepcredit train {args.task}-stepwise --model {to}")
     return 0

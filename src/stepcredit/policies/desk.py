@@ -30,7 +30,7 @@ FORMAT = "stepcredit-desk-1"
 _ENTRY = "stepcredit"
 SHIFT = 3.0
 """Of the time grid, as SD3.5-M."""
-LANGUAGES = {"compose": "stepcredit.tasks.compose.prompts"}
+LANGUAGES = {"compose": "stepcredit.tasks.compose.prompts", "spell": "stepcredit.tasks.spell.prompts"}
 """Task -> the module with its ``vocabulary()`` and ``tokenize(texts, length)``."""
 
 

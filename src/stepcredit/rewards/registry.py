@@ -21,6 +21,7 @@ Factory = Callable[..., Reward]
 _BUILT_IN = {
     "compose": "stepcredit.rewards.compose:ComposeReward",
     "ocr": "stepcredit.rewards.ocr:Ocr",
+    "spell": "stepcredit.rewards.ocr:spell",
     "jpeg_size": "stepcredit.rewards.jpeg:JpegSize",
     "pickscore": "stepcredit.rewards.clip_models:pickscore",
     "clip_l14_cos": "stepcredit.rewards.clip_models:clip_l14_cos",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,14 +19,16 @@ from torch import Tensor, nn
 from stepcredit import noise, rewards, tasks
 from stepcredit.interpolant import interpolate
 from stepcredit.policies.desk import DeskPolicy
-from stepcredit.tasks.compose.render import SIZE, render_batch
+from stepcredit.tasks.compose import render as compose
+from stepcredit.tasks.spell import render as spell
 from stepcredit.training.ema import EMA
 from stepcredit.training.evaluation import evaluate, slots
+from stepcredit.training.muon import Muon
 
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Settings of a pretraining run; the defaults make the shipped model."""
+    """Settings of a pretraining run; the defaults make the shipped model of ``compose``."""
 
     task: str = "compose"
     steps: int = 9000
@@ -33,14 +36,20 @@ class PretrainConfig:
     batch: int = 32
     """Pictures a step."""
     seed: int = 0
+    text_length: int = 10
+    """Words of a prompt that the model reads."""
     hidden: int = 96
     depth: int = 3
     heads: int = 3
     muon_lr: float = 0.03
     """Peak learning rate of the blocks' matrices."""
+    muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What their updates are orthogonalised in; float32 is faster on CPUs without bfloat16 units."""
     adam_lr: float = 3e-3
     """Peak learning rate of all other weights."""
     warmup: int = 100
+    decay: bool = True
+    """Let the learning rate fall to 0 along a cosine; without, it stays at its peak."""
     shift: float = 2.2
     """Times are those of a uniform grid, shifted towards noise by this much."""
     ema: float = 0.998
@@ -48,6 +57,32 @@ class PretrainConfig:
     evaluate_every: int = 1000
     """Steps between evaluations; 0 evaluates at the end only."""
     evaluate_prompts: int = 240
+
+
+CONFIGS = {
+    "compose": PretrainConfig(),
+    "spell": PretrainConfig(
+        task="spell",
+        steps=1250,
+        batch=48,
+        text_length=4,
+        hidden=128,
+        depth=4,
+        heads=4,
+        muon_dtype="float32",
+        decay=False,
+        shift=3.0,
+        evaluate_every=250,
+        evaluate_prompts=160,
+    ),
+}
+"""What makes the shipped model of every desk task."""
+_Pictures = Callable[[list[tasks.Prompt], int], Tensor]
+_RENDERERS: dict[str, tuple[_Pictures, int, int]] = {
+    "compose": (compose.render_batch, compose.SIZE, compose.SIZE),
+    "spell": (spell.render_batch, spell.HEIGHT, spell.WIDTH),
+}
+"""Task -> its renderer, height and width."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +103,15 @@ def pretrain(config: PretrainConfig, report: Callable[[Progress], None] = lambda
     """
     if config.steps < 1 or config.batch < 1:
         raise ValueError(f"steps and batch must be at least 1, not {config.steps} and {config.batch}")
+    if config.task not in _RENDERERS:
+        raise ValueError(f"task {config.task!r} has no desk model; use: {', '.join(_RENDERERS)}")
+    _, height, width = _RENDERERS[config.task]
     policy = DeskPolicy.initial(
         config.task,
         config.seed,
-        height=SIZE,
-        width=SIZE,
+        text_length=config.text_length,
+        height=height,
+        width=width,
         hidden=config.hidden,
         depth=config.depth,
         heads=config.heads,
@@ -108,7 +147,7 @@ def pretrain(config: PretrainConfig, report: Callable[[Progress], None] = lambda
 def flow_matching_loss(policy: DeskPolicy, prompts: list[tasks.Prompt], config: PretrainConfig, step: int) -> Tensor:
     """Mean squared error of the velocity on one batch, a scalar. Source: flow matching (2210.02747)."""
     generator = noise.generator("flow matching", config.seed, step)
-    x_0 = 2 * render_batch(prompts, int(generator.integers(2**31))) - 1
+    x_0 = 2 * _RENDERERS[config.task][0](prompts, int(generator.integers(2**31))) - 1
     x_1 = torch.from_numpy(generator.standard_normal(x_0.shape, dtype=np.float32))
     # stratified: every batch covers the whole range of times
     n = len(prompts)
@@ -132,14 +171,15 @@ def _optimisers(model: nn.Module, config: PretrainConfig) -> list[torch.optim.Op
     for name, parameter in model.named_parameters():
         (inner if name.startswith("blocks.") and parameter.ndim == 2 else outer).append(parameter)
     return [
-        torch.optim.Muon(inner, lr=config.muon_lr, weight_decay=0.01, adjust_lr_fn="original"),
+        Muon(inner, config.muon_lr, weight_decay=0.01, dtype=getattr(torch, config.muon_dtype)),
         torch.optim.AdamW(outer, lr=config.adam_lr, betas=(0.9, 0.99), weight_decay=0.01),
     ]
 
 
 def _schedule(step: int, config: PretrainConfig) -> float:
-    """Linear warm-up times a cosine from 1 to 0."""
-    return min(1.0, (step + 1) / config.warmup) * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+    """Linear warm-up, times a cosine from 1 to 0 if the rate decays."""
+    decay = 0.5 * (1 + math.cos(math.pi * step / config.steps)) if config.decay else 1.0
+    return min(1.0, (step + 1) / config.warmup) * decay
 
 
 def _evaluated(policy: DeskPolicy, ema: EMA, config: PretrainConfig, step: int) -> tuple[float | None, float | None]:

@@ -20,7 +20,7 @@ class Recipe(BaseModel):
 
     # What is trained on what
     task: str = "compose"
-    """Prompts, reward and base model: `compose` on the desk; `geneval`, `ocr` and `pickscore` for pipelines."""
+    """Prompts, reward and base model: `compose`, `spell` on the desk; `geneval`, `ocr`, `pickscore` for pipelines."""
     model: str | None = None
     """Base model in place of the task's own: a desk model's safetensors, or the folder or hub id of a pipeline."""
     reward: str | None = None

@@ -1,0 +1,1 @@
+"""Rows and page of the evidence; `benchmarks/papers.py` runs it."""
