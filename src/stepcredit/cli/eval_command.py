@@ -153,7 +153,7 @@ def _plan(args: Eval, own: Recipe) -> Plan:
     """The parts and slots that the command line asks for. Raises UserError."""
     suite = suites.get(args.suite) if args.suite else None
     chosen = args.rewards or (suite.rewards if suite else ())
-    keys: dict[str, Any] = {}
+    keys: dict[str, Any] = {"watch": None, "watch_options": {}} if own.watch else {}
     if chosen:
         keys |= _reward_keys(chosen, own, args.reward_options)
     elif args.reward_options:

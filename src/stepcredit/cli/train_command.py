@@ -145,6 +145,14 @@ def _print_result(folder: Path, summary: dict[str, Any]) -> None:
     if summary["exact_after"] is not None:
         before, after = summary["exact_before"], summary["exact_after"]
         out.print(f"exactly right    {before['mean']:.1%} -> {after['mean']:.1%}")
+    if summary["watched"] is not None:
+        watched = summary["watched"]
+        out.print(f"watched {watched['reward']}, not trained on", markup=False)
+        out.print(f"                 before  {_shown(watched['before'])}")
+        out.print(f"                 after   {_shown(watched['after'])}")
+        out.print(f"                 change  {_shown(watched['change'], signed=True)}")
+        if watched["exact_after"] is not None:
+            out.print(f"exactly right    {watched['exact_before']['mean']:.1%} -> {watched['exact_after']['mean']:.1%}")
     out.print(
         f"{summary['iterations']} iterations in {summary['seconds']:.0f} s of training, "
         f"{summary['model_evaluations']} model evaluations; intervals are 95 %, over prompts in their tags"

@@ -25,6 +25,9 @@ class Row:
     tag: str
     slot: int
     reward: float | None
+    watched: float | None = None
+    """What the watched reward said of it, and whether that called it wholly right (0 or 1)."""
+    watched_exact: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,14 @@ class RunFolder:
     def evaluation(self, stem: str) -> tuple[Row, ...]:
         """The images of ``evaluations/STEM.jsonl``; empty if it is not there."""
         return tuple(
-            Row(str(line.get("prompt", "")), str(line.get("tag") or ""), slot, number(line.get("reward")))
+            Row(
+                str(line.get("prompt", "")),
+                str(line.get("tag") or ""),
+                slot,
+                number(line.get("reward")),
+                number(lookup(line, "watched", "reward")),
+                None if (exact := lookup(line, "watched", "exact")) is None else float(bool(exact)),
+            )
             for line in lines(self.path / "evaluations" / f"{stem}.jsonl")
             if isinstance(slot := line.get("slot"), int)
         )

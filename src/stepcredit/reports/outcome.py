@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from stepcredit.reports import figures, folder, style
 from stepcredit.reports.figures import NARROW, THIRD, WIDE, Chart, Line, binned
-from stepcredit.reports.folder import Object, RunFolder, estimate, lookup, mapping, mean_of
+from stepcredit.reports.folder import Object, Row, RunFolder, estimate, lookup, mapping, mean_of
 from stepcredit.reports.svg import Values, known, tick_labels, ticks
 from stepcredit.training.comparison import over_prompts
 from stepcredit.training.stats import Interval
@@ -33,18 +33,26 @@ def held_out(run: RunFolder) -> Curve:
     """
     logged = {int(line["iteration"]): line.get("evaluation") for line in run.iterations}
     points = {0: estimate(run.start)} | {k: estimate(value) for k, value in logged.items()}
-    rows = {k: run.evaluation(f"iteration-{k:06d}") for k, value in points.items() if k == 0 or value is not None}
     if run.iterations:
         last = max(logged)
         points[last] = estimate(run.summary.get("reward_after")) or points[last]
-        rows[last] = run.evaluation("after") or rows.get(last, ())
-    rows = {k: some for k, some in rows.items() if some}
-    common = set.intersection(*({row.slot for row in some} for some in rows.values())) if rows else set()
-    for k, some in rows.items():
-        kept = [row for row in some if row.slot in common]
+    rows = common_rows(run)
+    for k, kept in rows.items():
         points[k] = interval_of([row.reward for row in kept], [(row.prompt, row.tag) for row in kept]) or points.get(k)
     there = {k: point for k, point in sorted(points.items()) if point is not None}
-    return Curve(tuple(there), tuple(there.values()), len(common) or None)
+    return Curve(tuple(there), tuple(there.values()), len(next(iter(rows.values()))) or None if rows else None)
+
+
+def common_rows(run: RunFolder) -> dict[int, list[Row]]:
+    """The images of every evaluation that was kept, by iteration: those of the slots that all of them have."""
+    logged = {int(line["iteration"]): line.get("evaluation") for line in run.iterations}
+    rows = {k: run.evaluation(f"iteration-{k:06d}") for k, told in {0: run.start, **logged}.items() if k == 0 or told}
+    if logged:
+        last = max(logged)
+        rows[last] = run.evaluation("after") or rows.get(last, ())
+    rows = {k: some for k, some in sorted(rows.items()) if some}
+    common = set.intersection(*({row.slot for row in some} for some in rows.values())) if rows else set()
+    return {k: [row for row in some if row.slot in common] for k, some in rows.items()}
 
 
 def interval_of(values: Values, asked: Sequence[tuple[str, str]]) -> Interval | None:

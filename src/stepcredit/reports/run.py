@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from stepcredit.reports import figures, folder, health, outcome, style, tiles, trajectory
+from stepcredit.reports import figures, folder, health, outcome, style, tiles, trajectory, watched
 from stepcredit.reports.folder import RunFolder, estimate, mapping, number
 from stepcredit.reports.outcome import Comparison, Curve
 from stepcredit.training.stats import Interval
@@ -45,6 +45,7 @@ def render(run: RunFolder) -> str:
         curve_wide=wide,
         curve_narrow=narrow,
         components=outcome.components(run),
+        watched=watched.section(run),
         samples=tiles.pairs(run.path / "samples"),
         comparison=comparison,
         steps=trajectory.steps(run),

@@ -51,12 +51,13 @@ def summarise(
         "exact_before": _interval(before.exact_rate),
         "exact_after": _interval(after.exact_rate) if after else None,
         "per_tag": _per_tag(before, after),
+        "watched": _watched(parts, state, before.watched, after.watched if after else None),
         "image_statistics": {"before": before.statistics, "after": after.statistics if after else None},
         "iterations": state.iteration,
         "updates": state.updates,
         "seconds": state.seconds,
         "model_evaluations": state.model_evaluations,
-        "best_iteration": state.best[1] or None,
+        "best_iteration": state.best_iteration,
         "stopped": stop.reason,
         "guards": {
             "fired": asdict(state.guards.fired) if state.guards.fired else None,
@@ -69,9 +70,27 @@ def summarise(
     }
 
 
+def _watched(
+    parts: Setup, state: TrainState, before: Evaluation | None, after: Evaluation | None
+) -> dict[str, Any] | None:
+    """What the watched reward said of the same held-out images; None without one."""
+    if parts.watch is None or before is None:
+        return None
+    return {
+        "reward": parts.watch.info.name,
+        "before": before.reward.as_dict(),
+        "after": after.reward.as_dict() if after else None,
+        "change": paired(before, after).as_dict() if after else None,
+        "exact_before": _interval(before.exact_rate),
+        "exact_after": _interval(after.exact_rate) if after else None,
+        "per_tag": _per_tag(before, after),
+        "best_iteration": state.best_watched[1] or None,
+    }
+
+
 def _reward_costs(parts: Setup) -> list[dict[str, Any]]:
     """Calls, images, seconds and hits of every reward, of all processes together."""
-    rows = costs(parts.reward)
+    rows = costs(parts.reward) + (costs(parts.watch) if parts.watch else [])
     for row in rows:
         counted = [key for key, value in row.items() if isinstance(value, int | float)]
         total = distributed.add(torch.tensor([row[key] for key in counted], dtype=torch.float64)).tolist()

@@ -100,7 +100,8 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     kept = cost.trained_evaluations / recipe.micro_batch if retain else 1  # graphs of micro-batches alive at once
     activations = _activations(recipe, policy, family, parameters, width) * scale * kept
     decoding = 256 * pixels * 4 * 4 * min(recipe.decode_batch, recipe.micro_batch) / GIB  # four maps of 256 channels
-    reward = REWARD_GIB.get(recipe.reward or tasks.get(recipe.task).reward, 0.0)
+    judges = (recipe.reward or tasks.get(recipe.task).reward, recipe.watch)
+    reward = sum(REWARD_GIB.get(name, 0.0) for name in judges if name)
     loading = (parameters * width + encoder_parameters * width + vae) / GIB
     busy = activations + decoding if retain else max(activations, decoding)  # images are decoded with graphs alive
     peak = max(weights + state + reward + trajectories + busy, loading) * _SLACK + _CONTEXT_GIB

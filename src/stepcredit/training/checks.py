@@ -73,7 +73,7 @@ def _level_zero(parts: Setup) -> str:
 
 def _reward(parts: Setup) -> str:
     """The reward's own known good image scores above its known bad one, for every part of a combination."""
-    outcomes = selftest.run(parts.reward)
+    outcomes = selftest.run(parts.reward) + (selftest.run(parts.watch) if parts.watch else [])
     for outcome in outcomes:
         if not outcome.passed:
             raise CheckError(

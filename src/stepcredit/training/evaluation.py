@@ -57,6 +57,8 @@ class Evaluation:
     statistics: dict[str, float]
     components: dict[str, Tensor] = field(default_factory=dict)
     """Parts of the reward by name, float32 ``[N]`` each."""
+    watched: Evaluation | None = None
+    """The same images judged by the recipe's ``watch``, without images and statistics of its own."""
 
     @property
     def reward(self) -> Interval:
@@ -83,35 +85,48 @@ class Evaluation:
             exact=None if self.exact is None else self.exact[:count],
             images=self.images[:count],
             components={name: values[:count] for name, values in self.components.items()},
+            watched=None if self.watched is None else self.watched.first(count),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """For metrics.jsonl."""
+        return {
+            **self.judged(),
+            "watched": None if self.watched is None else self.watched.judged(),
+            "image_statistics": self.statistics,
+            "prompts": len(self.slots),
+        }
+
+    def judged(self) -> dict[str, Any]:
+        """What the reward said, as JSON."""
         exact = self.exact_rate
         return {
             **self.reward.as_dict(),
             "exact": exact.as_dict() if exact else None,
             "components": {name: float(values.nanmean()) for name, values in self.components.items()},
             "per_tag": self.per_tag(),
-            "image_statistics": self.statistics,
-            "prompts": len(self.slots),
         }
 
     def write(self, path: Path) -> None:
-        """One JSON line per slot: prompt, tag, slot, reward, exact, components; null for a sample that failed."""
+        """One JSON line per slot: prompt, tag, slot, reward, exact, components; null for a sample that failed.
+
+        With ``watched`` each line has that reward's own reward, exact and components under ``watched``.
+        """
         lines = []
         for k, slot in enumerate(self.slots):
-            entry = {
-                "prompt": slot.prompt.text,
-                "tag": slot.prompt.tag,
-                "slot": slot.number,
-                "reward": float(self.rewards[k]),
-                "exact": None if self.exact is None or self.exact[k].isnan() else bool(self.exact[k]),
-                "components": {name: float(values[k]) for name, values in self.components.items()},
-            }
+            entry = {"prompt": slot.prompt.text, "tag": slot.prompt.tag, "slot": slot.number, **self._row(k)}
+            if self.watched is not None:
+                entry["watched"] = self.watched._row(k)
             lines.append(to_json(entry))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(lines) + "\n")
+
+    def _row(self, k: int) -> dict[str, Any]:
+        return {
+            "reward": float(self.rewards[k]),
+            "exact": None if self.exact is None or self.exact[k].isnan() else bool(self.exact[k]),
+            "components": {name: float(values[k]) for name, values in self.components.items()},
+        }
 
 
 def read(path: Path, on: Sequence[Slot]) -> Evaluation:
@@ -119,11 +134,17 @@ def read(path: Path, on: Sequence[Slot]) -> Evaluation:
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     if [(entry["slot"], entry["prompt"]) for entry in entries] != [(s.number, s.prompt.text) for s in on]:
         raise ValueError(f"{path} holds an evaluation on other prompts than the recipe asks for")
-    exact = _column(entry["exact"] for entry in entries)
-    parts = [entry.get("components") or {} for entry in entries]  # absent in older files
+    found = _of_rows(entries, on)
+    watched = [entry["watched"] for entry in entries if entry.get("watched")]
+    return replace(found, watched=_of_rows(watched, on)) if watched else found
+
+
+def _of_rows(rows: Sequence[dict[str, Any]], on: Sequence[Slot]) -> Evaluation:
+    exact = _column(row["exact"] for row in rows)
+    parts = [row.get("components") or {} for row in rows]  # absent in older files
     return Evaluation(
         slots=tuple(on),
-        rewards=_column(entry["reward"] for entry in entries),
+        rewards=_column(row["reward"] for row in rows),
         exact=None if bool(exact.isnan().all()) else exact,
         images=torch.empty(0, 0, 0, 3, dtype=torch.uint8),
         statistics={},
@@ -144,16 +165,19 @@ def evaluate(
     keep_images: int = 0,
     progress: Callable[[int, int], None] | None = None,
     base: Evaluation | None = None,
+    watch: Reward | None = None,
 ) -> Evaluation:
     """Sample one image per slot by the ODE in ``steps`` steps and score it.
 
     Noise depends on the slot alone, so evaluations of different weights are paired. ``progress(done, total)`` counts
     images. ``base``: evaluation of the base model, in whose units a composite of group z-scores is expressed; without
-    it the evaluation is its own base. Several processes share the batches, equally many each, and all have the result;
-    what one computes beyond the last batch is left out. Raises RewardError as :func:`stepcredit.rewards.base.judge`
-    does, FloatingPointError for an image that is not finite, PeerLostError.
+    it the evaluation is its own base. ``watch`` judges the same images. Several processes share the batches, equally
+    many each, and all have the result; what one computes beyond the last batch is left out. Raises RewardError as
+    :func:`stepcredit.rewards.base.judge` does, FloatingPointError for an image that is not finite, PeerLostError.
     """
-    images, judged = [], []
+    images: list[Tensor] = []
+    judged: list[Judgement] = []
+    seen: list[Judgement] = []
     batches = [on[start : start + micro_batch] for start in range(0, len(on), micro_batch)]
     each = -(-len(batches) // distributed.world())
     first = distributed.rank() * each
@@ -166,31 +190,36 @@ def evaluate(
         texts = [slot.prompt.text for slot in some]
         require_finite(decoded, texts)
         judged.append(judge(reward, decoded, texts, metadata))
+        if watch is not None:
+            seen.append(judge(watch, decoded, texts, metadata))
         images.append(decoded)
         if progress is not None:
             progress(min((k - first + 1) * micro_batch, valid), valid)
-    every, whole = torch.cat(images)[:valid], _gathered(join(judged), valid)
-    if isinstance(reward, Composite) and not reward.per_image:
-        reference = base.components if base else whole.components
-        whole = replace(whole, score=reward.standardised(whole.components, reference))
+    every = torch.cat(images)[:valid]
+    found = _gathered(reward, judged, valid, on, base)
+    if watch is not None:
+        found = replace(found, watched=_gathered(watch, seen, valid, on, base.watched if base else None))
     last = distributed.gather(every[-1:])  # of each process that has any: the image before the next one's first
     before = last[distributed.rank() - 1 if valid else 0]
     statistics = distributed.gather(image_statistics(every, before)).double().mean(0).tolist()
-    return Evaluation(
-        slots=tuple(on),
-        rewards=whole.score,
-        exact=whole.exact,
+    return replace(
+        found,
         images=to_uint8(distributed.gather(every[:keep_images])[:keep_images]),
         statistics=dict(zip(STATISTICS, statistics, strict=True)),
-        components=whole.components,
     )
 
 
-def _gathered(own: Judgement, valid: int) -> Judgement:
-    """The judgements of all processes in the order of the slots, each process's first ``valid`` ones."""
+def _gathered(
+    reward: Reward, judged: Sequence[Judgement], valid: int, on: Sequence[Slot], base: Evaluation | None
+) -> Evaluation:
+    """The judgements of all processes in the order of the slots, each process's first ``valid`` ones; no images."""
+    own = join(judged)
     components = {name: distributed.gather(values[:valid]) for name, values in own.components.items()}
     exact = None if own.exact is None else distributed.gather(own.exact[:valid])
-    return Judgement(distributed.gather(own.score[:valid]), components, exact)
+    rewards = distributed.gather(own.score[:valid])
+    if isinstance(reward, Composite) and not reward.per_image:
+        rewards = reward.standardised(components, base.components if base else components)
+    return Evaluation(tuple(on), rewards, exact, torch.empty(0, 0, 0, 3, dtype=torch.uint8), {}, components)
 
 
 def paired(before: Evaluation, after: Evaluation) -> Interval:

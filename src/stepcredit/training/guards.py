@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from stepcredit.training.evaluation import Evaluation, paired
 from stepcredit.training.recipe import Recipe
+from stepcredit.training.stats import Interval
 
 HISTORY = 32
 """Gradient norms of past updates whose median is the usual norm."""
@@ -22,7 +23,10 @@ WARM_UP = 8
 """Norms that must be known before an update can be a spike."""
 FEWEST = 16
 """Held-out images during the run below which a fall of their reward is not judged: an interval of so few is no use."""
-LIMITS = ("max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "patience", "max_image_drift")
+LIMITS = (
+    *("max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "patience"),
+    "max_image_drift",
+)
 """Recipe keys that stop a run. They change no iteration already made, so a resumed run may change them."""
 
 Skip = Literal["not_finite", "spike"]
@@ -54,6 +58,8 @@ class GuardState:
     """Updates skipped in the whole run, by reason."""
     falls: int = 0
     """Evaluations running whose reward was below the best by more than the limit."""
+    watch_falls: int = 0
+    """The same of the watched reward."""
     fired: Fired | None = None
 
     def note(self, norm: float, skip: Skip | None) -> None:
@@ -79,7 +85,7 @@ class GuardState:
 
     def lift(self) -> None:
         """Forget the stop and what led to it, so that the run may go on."""
-        self.fired, self.in_a_row, self.falls = None, 0, 0
+        self.fired, self.in_a_row, self.falls, self.watch_falls = None, 0, 0, 0
 
 
 def limits(recipe: Recipe) -> dict[str, float | None]:
@@ -135,28 +141,37 @@ def after_evaluation(
     best: Evaluation,
     best_iteration: int,
     base: Evaluation,
+    best_watched: tuple[Evaluation, int] | None = None,
 ) -> Fired | None:
     """The guard that an evaluation during the run sets off, if any, also kept as ``state.fired``.
 
     ``best`` (made after ``best_iteration``) and ``base`` are evaluations of the slots of ``now``: the best so far, and
     the base model's. The reward has fallen if the paired interval of the change is below zero and the mean fall is
     above ``max_reward_drop`` times the standard deviation of the base model's rewards, which makes the limit one of
-    effect size, whatever the reward's units; fewer than ``FEWEST`` images are not judged. ``base.statistics`` may be
-    empty: then no statistic of the images is.
+    effect size, whatever the reward's units; fewer than ``FEWEST`` images are not judged. ``best_watched`` is the best
+    so far by the watched reward, with its iteration: that reward's fall is judged alike, by ``max_watch_drop``.
+    ``base.statistics`` may be empty: then no statistic of the images is.
     """
-    change, allowed = paired(best, now), math.inf
-    if recipe.max_reward_drop is not None and len(base.rewards) >= FEWEST:
-        rewards = base.rewards[~base.rewards.isnan()].double()
-        allowed = recipe.max_reward_drop * float(rewards.std(correction=0))
-    state.falls = state.falls + 1 if change.high < 0 and -change.mean > allowed else 0
+    fall = _fall(recipe.max_reward_drop, now, best, base)
+    state.falls = state.falls + 1 if fall.deep else 0
     if state.falls >= recipe.patience:
-        of = f"that of iteration {best_iteration}" if best_iteration else "the base model's"
         return _fire(
             recipe, state, iteration, "max_reward_drop",
-            f"the held-out reward is {-change.mean:.3g} [{-change.high:.3g}, {-change.low:.3g}] below {of}, and was "
-            f"below by more than {allowed:.3g} (max_reward_drop = {recipe.max_reward_drop:g} standard deviations) in "
-            f"{state.falls} evaluations running",
+            f"the held-out reward is {fall.told(best_iteration)} (max_reward_drop = {recipe.max_reward_drop:g} "
+            f"standard deviations) in {state.falls} evaluations running",
         )  # fmt: skip
+    if now.watched is not None and base.watched is not None and best_watched is not None:
+        watched, since = best_watched
+        assert watched.watched is not None
+        fall = _fall(recipe.max_watch_drop, now.watched, watched.watched, base.watched)
+        state.watch_falls = state.watch_falls + 1 if fall.deep else 0
+        if state.watch_falls >= recipe.patience:
+            return _fire(
+                recipe, state, iteration, "max_watch_drop",
+                f"the watched reward {recipe.watch!r} is {fall.told(since)} (max_watch_drop = "
+                f"{recipe.max_watch_drop:g} standard deviations) in {state.watch_falls} evaluations running, while the "
+                f"reward that is trained on moved by {paired(watched, now).mean:+.3g}: look whether it is being hacked",
+            )  # fmt: skip
     if recipe.max_image_drift is not None:
         for name, drift in image_drift(base.statistics, now.statistics).items():
             if not abs(drift) <= recipe.max_image_drift:
@@ -167,6 +182,34 @@ def after_evaluation(
                     "being hacked",
                 )  # fmt: skip
     return None
+
+
+@dataclass(frozen=True)
+class _Fall:
+    change: Interval
+    """Of the reward since the best evaluation, paired."""
+    allowed: float
+    """Largest fall that is none, in the reward's units."""
+
+    @property
+    def deep(self) -> bool:
+        return self.change.high < 0 and -self.change.mean > self.allowed
+
+    def told(self, since: int) -> str:
+        of = f"that of iteration {since}" if since else "the base model's"
+        down = self.change
+        return (
+            f"{-down.mean:.3g} [{-down.high:.3g}, {-down.low:.3g}] below {of}, and was below by more than "
+            f"{self.allowed:.3g}"
+        )
+
+
+def _fall(limit: float | None, now: Evaluation, best: Evaluation, base: Evaluation) -> _Fall:
+    """How far a reward has fallen, and how far it may: ``limit`` standard deviations of the base model's rewards."""
+    allowed = math.inf
+    if limit is not None and len(base.rewards) >= FEWEST:
+        allowed = limit * float(base.rewards[~base.rewards.isnan()].double().std(correction=0))
+    return _Fall(paired(best, now), allowed)
 
 
 def image_drift(base: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

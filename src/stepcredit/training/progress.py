@@ -114,6 +114,7 @@ def plain_line(progress: Progress, metrics: Mapping[str, Any]) -> str:
         parts += [f"reward {_interval(reward)}", *_since(progress, "batch", reward)]
     if isinstance(metrics.get("evaluation"), Mapping):
         parts += [f"held-out {_interval(progress.held_out)}", *_since(progress, "held-out", progress.held_out)]
+        parts += _watched(progress.held_out)
     if iteration != 0:
         parts += _health(progress.metrics)
         if (remaining := progress.remaining) is not None:
@@ -123,7 +124,8 @@ def plain_line(progress: Progress, metrics: Mapping[str, Any]) -> str:
 
 def held_out_line(progress: Progress) -> Text:
     """The latest evaluation on one line, for the record above a live panel."""
-    words = "  ".join([_interval(progress.held_out), *_since(progress, "held-out", progress.held_out)])
+    value = progress.held_out
+    words = "  ".join([_interval(value), *_since(progress, "held-out", value), *_watched(value)])
     return Text(f"evaluated at iteration {progress.evaluated_at}  ", style="dim").append(words, style="not dim bold")
 
 
@@ -202,6 +204,12 @@ def _since(progress: Progress, kind: str, value: Mapping[str, Any]) -> list[str]
         best, iteration = progress.best[kind]
         words.append(f"best {best:.3f} at {iteration}")
     return words
+
+
+def _watched(evaluation: Mapping[str, Any]) -> list[str]:
+    """What the watched reward says of the same images, where there is one."""
+    watched = evaluation.get("watched")
+    return [f"watched {_interval(watched)}"] if isinstance(watched, Mapping) else []
 
 
 def _health(metrics: Mapping[str, Any]) -> list[str]:

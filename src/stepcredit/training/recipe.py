@@ -27,6 +27,10 @@ class Recipe(BaseModel):
     """Reward in place of the task's own, by its registered name."""
     reward_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Options of the reward, as docs/rewards.md lists them; for `composite` a weight for every reward by its name."""
+    watch: str | None = None
+    """A second reward, by its registered name, that judges the images of every evaluation and trains nothing."""
+    watch_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Options of the watched reward."""
     reward_cache: int = Field(0, ge=0)
     """Scores to remember by picture, prompt and metadata; 0 remembers none."""
     train_prompts: Path | None = None
@@ -165,6 +169,8 @@ class Recipe(BaseModel):
     max_reward_drop: float | None = Field(0.5, gt=0)
     """Fall of the held-out reward below the best so far, in standard deviations of the base model's rewards, that
     stops the run if it lasts for `patience` evaluations."""
+    max_watch_drop: float | None = Field(0.25, gt=0)
+    """The same of the watched reward, if there is one: its fall while the trained reward rises is reward hacking."""
     patience: int = Field(2, ge=1)
     """Evaluations running with such a fall that stop the run."""
     max_image_drift: float | None = Field(None, gt=0)
@@ -231,6 +237,8 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"max_image_drift {self.max_image_drift:g} is looked at in evaluations during the run; set eval_every"
             )
+        if self.watch_options and self.watch is None:
+            raise ValueError("watch_options belong to the watched reward; name it with watch, or leave them out")
         if self.eval_prompts_during > self.eval_prompts:
             raise ValueError(
                 f"eval_prompts_during {self.eval_prompts_during} is more than eval_prompts {self.eval_prompts}, "
@@ -241,7 +249,8 @@ class Recipe(BaseModel):
 
 MAY_CHANGE = frozenset(
     {"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints"}
-    | {"replay", "max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "patience", "max_image_drift"}
+    | {"replay", "max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "patience"}
+    | {"max_image_drift"}
 )
 """Keys that a resumed run may change, since they do not alter the iterations already made."""
 

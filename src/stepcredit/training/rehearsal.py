@@ -50,7 +50,7 @@ def rehearsed(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Recipe:
     keys = {**recipe.model_dump(), **SMALL}
     keys["prompts_per_iteration"] = 2 * recipe.updates_per_rollout
     keys["micro_batch"] = 4
-    keys |= dict.fromkeys(("max_kl", "max_ratio_deviation", "max_reward_drop", "max_image_drift"))  # for real models
+    keys |= dict.fromkeys(("max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "max_image_drift"))
     keys["eval_steps"] = min(recipe.eval_steps or recipe.steps, recipe.steps)
     kept = (*SMALL, "prompts_per_iteration", "micro_batch", "eval_steps")
     keys |= {key: value for key, value in (given or {}).items() if key in kept}
@@ -67,6 +67,8 @@ def rehearsed(recipe: Recipe, given: Mapping[str, Any] | None = None) -> Recipe:
             "lora_alpha": recipe.lora_alpha * min(recipe.lora_rank, 4) / recipe.lora_rank,
             "reward": stand_in(reward),
             "reward_options": _weights(recipe.reward_options) if reward == "composite" else {},
+            "watch": _watched(recipe.watch, stand_in(reward)),
+            "watch_options": {},
             "train_prompts": None,
             "heldout_prompts": None,
         }
@@ -80,6 +82,13 @@ def stand_in(reward: str) -> str:
     if reward == "ocr" and importlib.util.find_spec("rapidocr") is None:
         return "jpeg_size"
     return reward if reward in STAND_INS.values() else STAND_INS.get(reward, "jpeg_size")
+
+
+def _watched(watch: str | None, reward: str) -> str | None:
+    """A stand-in for the watched reward that is not the trained one's."""
+    if watch is None or stand_in(watch) not in (reward, "composite"):
+        return watch and stand_in(watch)
+    return "tiny_pickscore" if reward == "jpeg_size" else "jpeg_size"
 
 
 def _weights(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Setup:
     recipe: Recipe
     policy: Policy
     reward: Reward
+    """What is trained on."""
     kernel: Kernel
     weights: Tensor
     """Loss weight of every step, float64 ``[T]``."""
@@ -49,6 +50,8 @@ class Setup:
     """The subset used while training."""
     cost: Ledger
     """Of one iteration."""
+    watch: Reward | None = None
+    """Judges held-out images beside the reward, and trains nothing."""
     budget: Budget | None = None
     """Memory and operations, for pipelines whose sizes are known without their weights."""
 
@@ -124,8 +127,10 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         cost = total([ledger(cell.layout, _plan(recipe, cell, kernel), recipe.micro_batch) for cell in every])
         needed = _budget(recipe, policy, cost)
         name = recipe.reward or task.reward
+        _apart(recipe, name)
         if not weights and needed is not None:
-            return Setup(recipe, policy, _named(name), kernel, step_weights, (), (), (), cost, needed)
+            watched = _named(recipe.watch) if recipe.watch else None
+            return Setup(recipe, policy, _named(name), kernel, step_weights, (), (), (), cost, watched, needed)
         if needed is not None:
             if recipe.check_memory:
                 check_memory(needed, device)
@@ -134,6 +139,7 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
             task, recipe.train_prompts, recipe.heldout_prompts, practice=models.is_tiny(recipe)
         )
         reward = metered(rewards.get(name, **recipe.reward_options), recipe.reward_cache)
+        watch = metered(rewards.get(recipe.watch, **recipe.watch_options)) if recipe.watch else None
         if needed is not None:
             policy = models.load_policy(recipe, device)
         policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])
@@ -150,6 +156,7 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         heldout=tuple(drawn),
         heldout_during=tuple(drawn[: recipe.eval_prompts_during]),
         cost=cost,
+        watch=watch,
         budget=needed,
     )
     with distributed.leader_first():
@@ -161,6 +168,12 @@ def evaluation_images(recipe: Recipe) -> int:
     """Images that the evaluations of a run sample: before, after, and during."""
     during = (recipe.iterations - 1) // recipe.eval_every if recipe.eval_every else 0
     return 2 * recipe.eval_prompts + during * recipe.eval_prompts_during
+
+
+def _apart(recipe: Recipe, reward: str) -> None:
+    """Raise ValueError for a watched reward that is the trained one: it would see nothing that training does not."""
+    if recipe.watch == reward and recipe.watch_options == recipe.reward_options:
+        raise ValueError(f"watch {reward!r} is the reward that is trained on; watch another, or leave watch out")
 
 
 def _budget(recipe: Recipe, policy: Policy, cost: Ledger) -> Budget | None:

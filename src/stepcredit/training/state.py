@@ -32,7 +32,23 @@ class TrainState:
     seconds: float = 0.0
     best: tuple[float, int] = (-math.inf, 0)
     """Best held-out reward during the run, and its iteration."""
+    best_watched: tuple[float, int] = (-math.inf, 0)
+    """The same of the watched reward."""
     guards: GuardState = field(default_factory=GuardState)
+
+    def note(self, reward: float, watched: float | None) -> None:
+        """Take note of the held-out means of an evaluation that was just made."""
+        if reward > self.best[0]:
+            self.best = (reward, self.iteration)
+        if watched is not None and watched > self.best_watched[0]:
+            self.best_watched = (watched, self.iteration)
+
+    @property
+    def best_iteration(self) -> int | None:
+        """Iteration of the best evaluation during the run: by the watched reward where there is one, since the trained
+        one can be hacked; None before there is any.
+        """
+        return self.best_watched[1] or self.best[1] or None
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
@@ -56,6 +72,7 @@ class TrainState:
             "model_evaluations": self.model_evaluations,
             "seconds": self.seconds,
             "best": None if self.best[1] == 0 else list(self.best),
+            "best_watched": None if self.best_watched[1] == 0 else list(self.best_watched),
             "guards": self.guards.as_dict(),
         }
 
@@ -83,8 +100,13 @@ class TrainState:
         self.ema.load(shadow, counters["ema_updates"])
         self.iteration, self.updates = checkpoint.iteration, counters["updates"]
         self.model_evaluations, self.seconds = counters["model_evaluations"], counters["seconds"]
-        self.best = (-math.inf, 0) if counters["best"] is None else (counters["best"][0], counters["best"][1])
+        self.best = _best(counters["best"])
+        self.best_watched = _best(counters.get("best_watched"))  # absent in older checkpoints
         self.guards = GuardState.from_dict(counters.get("guards", {}))
+
+
+def _best(saved: list[Any] | None) -> tuple[float, int]:
+    return (-math.inf, 0) if saved is None else (saved[0], saved[1])
 
 
 def _untouched(optimiser: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

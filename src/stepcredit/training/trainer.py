@@ -76,6 +76,8 @@ def _begun(
             raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
         parts = setup(recipe)
         selftest.require(parts.reward)
+        if parts.watch is not None:
+            selftest.require(parts.watch)
     state = fresh(parts.policy, recipe)
     run = Run(folder, parts, state, display)
     with distributed.together(checkpoint.CheckpointError):
@@ -181,21 +183,20 @@ def _during(run: Run) -> dict[str, Any]:
         result.write(_evaluation_file(run, state.iteration))
     assert run.before is not None
     base = run.before.first(len(on))
-    best, best_iteration = _best_so_far(run, base)
-    mean = result.reward.mean
-    if mean > state.best[0]:
-        state.best = (mean, state.iteration)
+    best, best_iteration = _best_so_far(run, base, state.best, base.reward.mean)
+    watched = _best_so_far(run, base, state.best_watched, base.watched.reward.mean) if base.watched else None
+    state.note(result.reward.mean, result.watched.reward.mean if result.watched else None)
     _stop(
         run,
-        after_evaluation(run.parts.recipe, state.guards, state.iteration, result, best, best_iteration, base),
+        after_evaluation(run.parts.recipe, state.guards, state.iteration, result, best, best_iteration, base, watched),
     )
     return result.as_dict()
 
 
-def _best_so_far(run: Run, base: Evaluation) -> tuple[Evaluation, int]:
-    """The best evaluation up to now, the base model's included, and its iteration."""
-    mean, iteration = run.state.best
-    if mean > base.reward.mean:
+def _best_so_far(run: Run, base: Evaluation, noted: tuple[float, int], of_base: float) -> tuple[Evaluation, int]:
+    """The best evaluation up to now, the base model's included, and its iteration; ``noted`` is that of the run."""
+    mean, iteration = noted
+    if mean > of_base:
         try:
             return read(_evaluation_file(run, iteration), run.parts.heldout_during), iteration
         except (OSError, ValueError):  # made on other slots, before eval_prompts_during changed
@@ -231,6 +232,7 @@ def _evaluate(run: Run, slots: tuple[Slot, ...]) -> Evaluation:
             keep_images=REPORT_IMAGES,
             progress=lambda done, total: run.display.phase("evaluation", done, total),
             base=run.before,
+            watch=run.parts.watch,
         )
 
 
@@ -266,7 +268,7 @@ def _save(run: Run) -> None:
         state.tensors(),
         state.counters(),
         keep=run.parts.recipe.keep_checkpoints,
-        best=state.best[1] or None,
+        best=state.best_iteration,
         warn=run.display.message,
     )
 
