@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU build of torch by version: without it pip may choose a CUDA build of 5 GB.
 TORCH ?= torch==2.13.0
-EXTRAS ?= diffusers,ocr,dev
+EXTRAS ?= diffusers,ocr,track,dev
 # Threads that spin while they wait slow everything on a busy machine; tests use one thread each.
 export OMP_WAIT_POLICY ?= PASSIVE
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1

@@ -94,6 +94,8 @@ def test_interrupted_runs_end_after_the_iteration_saved(tmp_path, small):
 
         def iteration(self, metrics): ...
 
+        def images(self, iteration, images): ...
+
         def message(self, text):
             self.messages.append(text)
 

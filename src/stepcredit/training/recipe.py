@@ -189,6 +189,8 @@ class Recipe(BaseModel):
     """Iterations between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = Field(2, ge=1)
     """Checkpoints kept beside the best one."""
+    tracker: Literal["none", "tensorboard", "trackio"] = "none"
+    """Where metrics and pictures go beside metrics.jsonl: TensorBoard's event files in the run's folder, or trackio."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`."""
     check_memory: bool = True
@@ -248,7 +250,7 @@ class Recipe(BaseModel):
 
 
 MAY_CHANGE = frozenset(
-    {"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints"}
+    {"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints", "tracker"}
     | {"replay", "max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "patience"}
     | {"max_image_drift"}
 )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
+from torch import Tensor
 
 from stepcredit.training.progress import Progress, clean, held_out_line, panel_rows, plain_line
 
@@ -26,6 +27,9 @@ class Display(Protocol):
 
     def iteration(self, metrics: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl: an iteration has ended, or the base model has been evaluated (iteration 0)."""
+
+    def images(self, iteration: int, images: Tensor) -> None:
+        """Pictures of an evaluation, uint8 ``[N, H, W, 3]``; those of iteration 0 are the base model's."""
 
     def message(self, text: str) -> None:
         """A warning or a note, above the live region."""
@@ -68,6 +72,9 @@ class QuietDisplay:
     def iteration(self, metrics: Mapping[str, Any]) -> None:
         """Nothing to show."""
 
+    def images(self, iteration: int, images: Tensor) -> None:
+        """Not shown: the report has them."""
+
     def message(self, text: str) -> None:
         """Write the message."""
         self._write(clean(text))
@@ -96,6 +103,9 @@ class PlainDisplay:
         """Write the iteration's line."""
         self._progress.take(metrics)
         self._write(plain_line(self._progress, metrics))
+
+    def images(self, iteration: int, images: Tensor) -> None:
+        """Not shown: the report has them."""
 
     def message(self, text: str) -> None:
         """Write the message."""
@@ -131,6 +141,9 @@ class LiveDisplay:
         if isinstance(metrics.get("evaluation"), Mapping):
             self._console.print(held_out_line(self._progress))
         self._live.refresh()
+
+    def images(self, iteration: int, images: Tensor) -> None:
+        """Not shown: the report has them."""
 
     def message(self, text: str) -> None:
         """Write the message above the panel."""

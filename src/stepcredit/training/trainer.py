@@ -14,7 +14,7 @@ from stepcredit.errors import UserError
 from stepcredit.reports import run as report
 from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
-from stepcredit.training import checkpoint, distributed, pictures
+from stepcredit.training import checkpoint, distributed, pictures, trackers
 from stepcredit.training import recipe as recipes
 from stepcredit.training.account import header, summarise
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, read
@@ -74,6 +74,7 @@ def _begun(
             recipe = _resumed_recipe(recipe, folder)
         elif distributed.leads() and folder.exists() and not never_started(folder):
             raise UserError(f"the run {str(folder)!r} exists; choose another --name, or continue it with --resume")
+        trackers.require(recipe.tracker)
         parts = setup(recipe)
         selftest.require(parts.reward)
         if parts.watch is not None:
@@ -95,6 +96,8 @@ def _begun(
                 folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
             )
     distributed.same(state.norm(), "weights")
+    if distributed.leads():
+        run.display = trackers.tracked(recipe.tracker, folder, display)
     return run
 
 
@@ -159,6 +162,7 @@ def _before(run: Run) -> None:
         pictures.save_grid(run.folder / "samples" / "before.png", run.before.images)
         append_line(run.metrics, to_json(line))
     run.display.iteration(line)
+    run.display.images(0, run.before.images)
 
 
 def _evaluation_file(run: Run, iteration: int) -> Path:
@@ -181,6 +185,7 @@ def _during(run: Run) -> dict[str, Any]:
     result = _evaluate(run, on)
     if distributed.leads():
         result.write(_evaluation_file(run, state.iteration))
+    run.display.images(state.iteration, result.images)
     assert run.before is not None
     base = run.before.first(len(on))
     best, best_iteration = _best_so_far(run, base, state.best, base.reward.mean)
@@ -246,6 +251,7 @@ def _finish(run: Run) -> dict[str, Any]:
     if not distributed.leads():
         return summary
     if after:
+        run.display.images(run.state.iteration, after.images)
         after.write(run.folder / "evaluations" / "after.jsonl")
         pictures.save_grid(run.folder / "samples" / "after.png", after.images)
         pictures.save_index(run.folder / "samples" / "samples.json", before, after, REPORT_IMAGES)
