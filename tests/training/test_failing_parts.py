@@ -86,7 +86,7 @@ def test_a_report_that_fails_costs_nothing(small, tmp_path, monkeypatch):
     said = []
 
     class Told:
-        start = phase = iteration = stop = lambda self, *arguments: None
+        start = phase = iteration = images = stop = lambda self, *arguments: None
 
         def message(self, text):
             said.append(text)

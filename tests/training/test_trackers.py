@@ -1,6 +1,8 @@
 """Trackers: everything reaches them, resumed runs are not doubled, and a tracker that fails never costs a run."""
 
+import os
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -9,6 +11,10 @@ from run_cases import run
 from stepcredit.errors import UserError
 from stepcredit.training import trackers
 from stepcredit.training.telemetry import make_display
+
+
+# read when trackio is imported: the tests must not write into the store of whoever runs them
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 
 
 class Recording:
