@@ -12,7 +12,6 @@ from stepcredit.errors import UserError
 from stepcredit.training import trackers
 from stepcredit.training.telemetry import make_display
 
-
 # read when trackio is imported: the tests must not write into the store of whoever runs them
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 
