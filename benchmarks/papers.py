@@ -1,13 +1,13 @@
 """What the papers claim, at desk scale: every row of docs/evidence.md, in resumable pieces.
 
 A piece is one training run. Its result is a JSON file in results/papers and is not computed again unless its recipe has
-changed; its run folder lies in runs/papers, from which an interrupted piece goes on. The first stage finds a learning
-rate for every method with the same budget, the second runs the rows with these rates. The tables and plots are made
-from whatever there is.
+changed or the file is removed; its run folder lies in runs/papers, from which an interrupted piece goes on. The first
+stage finds a learning rate for every method with the same budget, the second runs the rows with these rates. The tables
+and plots are made from whatever there is.
 
     python benchmarks/papers.py                  # everything that is missing, 5 seeds: hours
     python benchmarks/papers.py --only main      # one row
-    python benchmarks/papers.py --quick          # the main row with one seed and fewer updates, about 15 minutes
+    python benchmarks/papers.py --quick          # the main row with one seed
     python benchmarks/papers.py --minutes 20     # stop after 20 minutes, saved; the same command goes on
     python benchmarks/papers.py --table          # write docs/evidence.md from the results and run nothing
 """
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
-    parser.add_argument("--quick", action="store_true", help="the main row, one seed, into a page that is only printed")
+    parser.add_argument("--quick", action="store_true", help="the main row with one seed, printed only")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--runs", type=Path, default=Path("runs/papers"))
     options = parser.parse_args()
@@ -164,7 +164,7 @@ def main() -> None:
                 options.jobs,
                 stop,
             )
-    found = [(row, results_of(row, options.runs, range(options.seeds))) for row in rows]
+    found = [(row, results_of(row, options.runs, seeds)) for row in rows]
     if options.quick or options.only:
         console.print("\n".join(line for row, results in found for line in page.section(row, results)), markup=False)
     else:

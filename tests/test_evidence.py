@@ -46,7 +46,7 @@ def test_twice_as_fast_in_updates_and_as_fast_in_seconds():
     text = "\n".join(page.section(ROW, results))
     assert "3 seeds; target 0.210" in text  # base .01, end .41 on average
     assert "| `b` | 3.0e-04 | 0.410 [0.385, 0.435] |" in text  # .4, .41, .42: s = .01, t = 4.303, / sqrt 3
-    assert "fewer updates; seconds not told apart; the end not told apart" in text
+    assert "fewer updates; fewer evaluations; seconds not told apart; the end not told apart" in text
 
 
 def test_a_row_without_results_says_so():
@@ -55,7 +55,7 @@ def test_a_row_without_results_says_so():
 
 def test_one_seed_is_no_finding():
     text = "\n".join(page.section(ROW, {"a": [result(0, SLOW)], "b": [result(0, SLOW[::-1])]}))
-    assert "updates unknown; seconds unknown; the end not told apart" in text
+    assert "updates unknown; evaluations unknown; seconds unknown; the end not told apart" in text
 
 
 def test_only_the_part_between_the_marks_is_replaced(tmp_path):

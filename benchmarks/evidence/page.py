@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from evidence.rows import METHODS, RATES, TUNING_ITERATIONS, Row
+from evidence.rows import RATES, TUNING_ITERATIONS, Row
 from stepcredit.comparison import curves
 from stepcredit.comparison.curves import Curve, Ratio
 from stepcredit.training.files import write_text_atomic
@@ -54,26 +54,26 @@ def section(row: Row, results: Results) -> list[str]:
     told = "no target: the first does not rise" if target is None else f"target {target:.3f}"
     lines += [f"{seeds} seed{'s' if seeds > 1 else ''}; {told} (halfway from the base to the end of `{first}`).", ""]
     lines += [
-        "| method | learning rate | reward at the end | change | against the first | updates | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| method | learning rate | reward at the end | change | against the first | updates | evaluations | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     verdicts = []
     for name in row.methods:
         some = results[name]
         end = student([one["reward_after"]["mean"] for one in some])
         change = student([one["reward_after"]["mean"] - one["reward_before"]["mean"] for one in some])
-        cells = [f"`{name}`", f"{some[0]['lr']:.1e}", _shown(end), _shown(change, "+"), "", "", ""]
+        cells = [f"`{name}`", f"{some[0]['lr']:.1e}", _shown(end), _shown(change, "+"), *[""] * 4]
         if name != first:
             pairs = zip(some, results[first], strict=True)
             difference = student([a["reward_after"]["mean"] - b["reward_after"]["mean"] for a, b in pairs])
-            by_axis = {axis: _ratio(drawn[name], drawn[first], target, axis) for axis in ("iterations", "seconds")}
-            cells[4:] = [_shown(difference, "+"), _times(by_axis["iterations"]), _times(by_axis["seconds"])]
+            by_axis = {axis: _ratio(drawn[name], drawn[first], target, axis) for axis in curves.AXES}
+            cells[4:] = [_shown(difference, "+"), *(_times(ratio) for ratio in by_axis.values())]
             verdicts.append(_verdict(name, first, by_axis, difference))
         lines.append(f"| {' | '.join(cells)} |")
     return [
         *lines,
         "",
-        "Updates and seconds: times those of the first to the target, paired by seed.",
+        "Updates, model evaluations and seconds: times those of the first to the target, paired by seed.",
         "",
         *verdicts,
         "",
@@ -90,8 +90,7 @@ def _ratio(own: Sequence[Curve], first: Sequence[Curve], target: float | None, a
 
 def _verdict(name: str, first: str, ratios: Mapping[str, Ratio], difference: Interval) -> str:
     words = []
-    for axis, what in (("iterations", "updates"), ("seconds", "seconds")):
-        ratio = ratios[axis]
+    for ratio, what in zip(ratios.values(), ("updates", "evaluations", "seconds"), strict=True):
         if ratio.low is None or ratio.high is None:
             words.append(f"{what} unknown")
         elif ratio.high < 1:
@@ -103,7 +102,7 @@ def _verdict(name: str, first: str, ratios: Mapping[str, Ratio], difference: Int
     end = "the end not told apart"
     if difference.low > 0 or difference.high < 0:
         end = "a higher end" if difference.low > 0 else "a lower end"
-    return f"- **`{name}` against `{first}`**: {words[0]}; {words[1]}; {end}."
+    return f"- **`{name}` against `{first}`**: {'; '.join([*words, end])}."
 
 
 def _shown(value: Interval, sign: str = "") -> str:
@@ -155,11 +154,12 @@ def write(docs: Path, found: Sequence[tuple[Row, Results]]) -> None:
 
 def _method(found: Sequence[tuple[Row, Results]]) -> list[str]:
     seconds = [one["curve"]["seconds"][-1] for _, results in found for some in results.values() for one in some]
+    methods = {name for _, results in found for name, some in results.items() if some}
     machines = sorted({one["machine"] for _, results in found for some in results.values() for one in some})
     return [
         f"Learning rates are those of {', '.join(f'{rate:.1e}' for rate in RATES)} with the highest mean held-out "
         f"reward in one trial of {TUNING_ITERATIONS} updates on a seed of its own; methods that differ from another in "
-        f"one key take its rate. {len(METHODS)} methods, {len(seconds)} runs, {sum(seconds) / 3600:.1f} hours of "
+        f"one key take its rate. {len(methods)} methods, {len(seconds)} runs, {sum(seconds) / 3600:.1f} hours of "
         f"training on {', '.join(machines) or 'no machine yet'}. Intervals are 95 %, over seeds, by Student's t; one "
         "seed has none.",
         "",

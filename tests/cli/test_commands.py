@@ -155,3 +155,5 @@ def test_pretrain_writes_a_model_that_trains_and_is_the_same_twice(tmp_path, cap
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert main(["pretrain", "compose", "--to", str(tmp_path / "a.safetensors"), *flags]) == 2
     assert "not overwritten" in capsys.readouterr().err
+    assert main(["pretrain", "spel", *flags]) == 2
+    assert "task 'spel' has no desk model; did you mean 'spell'?" in capsys.readouterr().err

@@ -158,7 +158,15 @@ def test_an_engine_that_fails_is_named() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rule": "exact"}, {"missing": "zero"}, {"clutter": 2.0}, {"workers": 0}, {"side": 8}, {"punctuation": "some"}],
+    [
+        {"rule": "exact"},
+        {"missing": "zero"},
+        {"clutter": 2.0},
+        {"workers": 0},
+        {"side": 8},
+        {"strip": 40},
+        {"punctuation": "some"},
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="ocr: "):

@@ -154,3 +154,14 @@ def test_trackio_has_every_iteration_once_also_after_a_resume(tmp_path, small, m
 def test_without_a_tracker_the_display_is_the_same_object(tmp_path):
     display = make_display(quiet=True)
     assert trackers.tracked("none", tmp_path, display) is display
+
+
+def test_a_run_that_gets_tensorboard_when_it_is_resumed_is_told_from_its_beginning(tmp_path, small):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "run"
+    run(small(iterations=2), folder)
+    run(small(iterations=3, tracker="tensorboard"), folder, resume=True)
+    seen = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in seen.Scalars("reward/mean")] == [1, 2, 3]

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _plain_warning
     try:
         if command not in COMMANDS:
-            raise UserError(f"unknown command {command!r}{nearest(command, COMMANDS)} `stepcredit --help` lists them")
+            raise UserError(
+                f"unknown command {command!r}{nearest(command, COMMANDS) or '.'} `stepcredit --help` lists them"
+            )
         module = importlib.import_module(f"stepcredit.cli.{command.replace('-', '_')}_command")
         return int(module.run(rest))
     except KeyboardInterrupt:

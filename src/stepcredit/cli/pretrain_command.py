@@ -11,7 +11,7 @@ import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepcredit.cli.common import console, parse
-from stepcredit.errors import UserError, nearest
+from stepcredit.errors import UserError
 from stepcredit.training import pretrain
 
 
@@ -37,10 +37,10 @@ class Pretrain:
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(Pretrain, "pretrain", argv)
-    if args.task not in pretrain.CONFIGS:
-        known = ", ".join(pretrain.CONFIGS)
-        raise UserError(f"{args.task!r} has no desk model{nearest(args.task, pretrain.CONFIGS)} The desk has: {known}")
-    shipped = pretrain.CONFIGS[args.task]
+    try:
+        shipped = pretrain.shipped(args.task)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     to = args.to or Path(f"{args.task}.safetensors")
     if to.exists():
         raise UserError(f"{str(to)!r} exists and is not overwritten; give another --to")

@@ -38,7 +38,7 @@ def get(name: str) -> Task:
         from stepcredit.tasks import pickscore as p
 
         return Task("pickscore", "pickscore", SD35_MEDIUM, p.train_prompts, p.test_prompts, practice=p.practice)
-    raise UserError(f"unknown task {name!r}{nearest(name, NAMES)} The tasks are {', '.join(NAMES)}")
+    raise UserError(f"unknown task {name!r}{nearest(name, NAMES) or '.'} The tasks are {', '.join(NAMES)}")
 
 
 def prompts_of(

@@ -143,7 +143,9 @@ CATALOGUE: Mapping[str, Published] = {
 def get(name: str) -> Published:
     """A file of the catalogue; UserError names the nearest for an unknown one."""
     if name not in CATALOGUE:
-        raise UserError(f"unknown prompt file {name!r}{nearest(name, CATALOGUE)} Known are {', '.join(CATALOGUE)}")
+        raise UserError(
+            f"unknown prompt file {name!r}{nearest(name, CATALOGUE) or '.'} Known are {', '.join(CATALOGUE)}"
+        )
     return CATALOGUE[name]
 
 

@@ -66,7 +66,7 @@ def get(name: str) -> Suite:
         return PUBLISHED[name]
     if name in _desk():
         return Suite(name, (tasks.get(name).reward,), size=1000)
-    raise UserError(f"unknown suite {name!r}{nearest(name, names())} The suites are {', '.join(names())}")
+    raise UserError(f"unknown suite {name!r}{nearest(name, names()) or '.'} The suites are {', '.join(names())}")
 
 
 def _desk() -> Sequence[str]:

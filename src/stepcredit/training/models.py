@@ -143,7 +143,7 @@ def _tiny(recipe: Recipe) -> Any:
     family = model_of(recipe).removeprefix(TINY)
     if family not in tiny.BUILDERS:
         raise UserError(
-            f"no tiny pipeline {family!r}{nearest(family, tiny.BUILDERS)} There are {', '.join(tiny.BUILDERS)}"
+            f"no tiny pipeline {family!r}{nearest(family, tiny.BUILDERS) or '.'} There are {', '.join(tiny.BUILDERS)}"
         )
     return tiny.build(family)
 

@@ -1,8 +1,8 @@
 """Flow matching on freshly rendered pictures: how the base model of a desk task is made.
 
 Every batch is a pure function of (seed, step): prompts of the training split in balanced tags, pictures, times and
-noise. Matrices inside the blocks are trained by Muon, everything else by AdamW, with a cosine decay to 0; the result is
-the moving average of the weights. The same seed and thread count give the same file, byte for byte.
+noise. Matrices inside the blocks are trained by Muon, everything else by AdamW; the result is the moving average of the
+weights. The same seed and thread count give the same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stepcredit import noise, rewards, tasks
 from stepcredit.interpolant import interpolate
-from stepcredit.policies.desk import DeskPolicy
+from stepcredit.policies.desk import DeskPolicy, vocabulary
 from stepcredit.tasks.compose import render as compose
 from stepcredit.tasks.spell import render as spell
 from stepcredit.training.ema import EMA
@@ -77,6 +77,14 @@ CONFIGS = {
     ),
 }
 """What makes the shipped model of every desk task."""
+
+
+def shipped(task: str) -> PretrainConfig:
+    """The settings that made a task's shipped model. Raises ValueError, naming the nearest, for one without a model."""
+    vocabulary(task)
+    return CONFIGS[task]
+
+
 _Pictures = Callable[[list[tasks.Prompt], int], Tensor]
 _RENDERERS: dict[str, tuple[_Pictures, int, int]] = {
     "compose": (compose.render_batch, compose.SIZE, compose.SIZE),
@@ -103,9 +111,7 @@ def pretrain(config: PretrainConfig, report: Callable[[Progress], None] = lambda
     """
     if config.steps < 1 or config.batch < 1:
         raise ValueError(f"steps and batch must be at least 1, not {config.steps} and {config.batch}")
-    if config.task not in _RENDERERS:
-        raise ValueError(f"task {config.task!r} has no desk model; use: {', '.join(_RENDERERS)}")
-    _, height, width = _RENDERERS[config.task]
+    _, height, width = _renderer(config.task)
     policy = DeskPolicy.initial(
         config.task,
         config.seed,
@@ -147,7 +153,8 @@ def pretrain(config: PretrainConfig, report: Callable[[Progress], None] = lambda
 def flow_matching_loss(policy: DeskPolicy, prompts: list[tasks.Prompt], config: PretrainConfig, step: int) -> Tensor:
     """Mean squared error of the velocity on one batch, a scalar. Source: flow matching (2210.02747)."""
     generator = noise.generator("flow matching", config.seed, step)
-    x_0 = 2 * _RENDERERS[config.task][0](prompts, int(generator.integers(2**31))) - 1
+    render, _, _ = _renderer(config.task)
+    x_0 = 2 * render(prompts, int(generator.integers(2**31))) - 1
     x_1 = torch.from_numpy(generator.standard_normal(x_0.shape, dtype=np.float32))
     # stratified: every batch covers the whole range of times
     n = len(prompts)
@@ -163,6 +170,11 @@ def metadata(config: PretrainConfig) -> dict[str, str]:
         "command": f"stepcredit pretrain {config.task}",
         **{f"pretrain.{k}": str(v) for k, v in asdict(config).items()},
     }
+
+
+def _renderer(task: str) -> tuple[_Pictures, int, int]:
+    vocabulary(task)  # refuses a task without a desk model
+    return _RENDERERS[task]
 
 
 def _optimisers(model: nn.Module, config: PretrainConfig) -> list[torch.optim.Optimizer]:

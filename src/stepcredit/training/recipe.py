@@ -266,7 +266,7 @@ def text(name: str) -> str:
     """The YAML of a bundled recipe, comments and all; UserError names the nearest if there is none."""
     if name not in names():
         raise UserError(
-            f"no recipe {name!r}{nearest(name, names())} `stepcredit recipes` lists the bundled ones; "
+            f"no recipe {name!r}{nearest(name, names()) or '.'} `stepcredit recipes` lists the bundled ones; "
             "a recipe of your own is given as the path of its .yaml file"
         )
     return str(_folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stepcredit.errors import UserError
+from stepcredit.reports.folder import lines
 from stepcredit.training.files import write_text_atomic
 from stepcredit.training.pictures import grid
 from stepcredit.training.telemetry import Display
@@ -66,12 +66,6 @@ def tracked(name: Name, folder: Path, display: Display) -> Display:
     return TrackedDisplay(display, folder, make, name)
 
 
-def past(folder: Path) -> list[dict[str, Any]]:
-    """Lines of the run's log up to now."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-
-
 def flat(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a line of metrics.jsonl with names like ``evaluation/per_tag/colors`` and ``gain_mean/step-03``.
 
@@ -99,7 +93,7 @@ class TrackedDisplay:
     def start(self, total: int, done: int, header: Sequence[str]) -> None:
         """Pass on, and see what the log holds already."""
         self._display.start(total, done, header)
-        self._told = past(self._folder)
+        self._told = lines(self._folder / "metrics.jsonl")
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Pass on."""
@@ -151,8 +145,12 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # steps from here on that an earlier process wrote after its last checkpoint are hidden by the reader
+        events = folder / "tensorboard"
+        known = events.is_dir()
         purge = int(told[-1]["iteration"]) + 1 if told else 0
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._writer: Any = SummaryWriter(str(events), purge_step=purge if known else None)
+        for line in () if known else told:  # a run that had no tracker before
+            self.scalars(dict(flat(line)), int(line["iteration"]))
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         for name, value in values.items():

@@ -41,7 +41,6 @@ def render_batch(prompts: Sequence[Prompt], seed: int) -> Tensor:
     return torch.stack([render(prompt.metadata, int(one)) for prompt, one in zip(prompts, seeds, strict=True)])
 
 
-@cache
 def coverage(word: str, font: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     """How much of every pixel the word's ink covers, float32 ``[16, 48]`` in [0, 1]."""
     page = Image.new("L", (WIDTH * SUPERSAMPLE, HEIGHT * SUPERSAMPLE), 0)
