@@ -25,6 +25,26 @@ def test_links_lead_to_files(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors(page):
+    """Where links into a page may lead: its headings as the sites that render them name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_pages_lead_to_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert anchor in anchors((page.parent / target) if target else page), f"{page.name} links to {target}#{anchor}"
+
+
+def test_errors_point_to_entries_of_troubleshooting():
+    entries = anchors(ROOT / "docs" / "troubleshooting.md")
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    pointed = set(re.findall(r"docs/troubleshooting\.md#([\w-]+)", source))
+    assert len(pointed) >= 7
+    assert pointed <= entries
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_pages_exist(page):
     from stepcredit.cli import COMMANDS

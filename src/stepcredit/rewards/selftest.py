@@ -47,4 +47,7 @@ def require(reward: Reward) -> None:
     """Raise RewardError unless the reward, or every part of a combination, passes its self-test."""
     for outcome in run(reward):
         if not outcome.passed:
-            raise RewardError(f"{outcome}; its weights or its engine are not installed right")
+            raise RewardError(
+                f"{outcome}; its weights or its engine are not installed right "
+                "(docs/troubleshooting.md#a-reward-fails-its-self-test)"
+            )

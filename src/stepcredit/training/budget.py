@@ -159,7 +159,8 @@ def check_memory(needed: Budget, device: torch.device) -> None:
         raise UserError(
             f"this recipe needs about {needed.peak_gib:.0f} GiB and {torch.cuda.get_device_name(device)} has "
             f"{available:.0f}: lower micro_batch or decode_batch, set gradient_checkpointing or embedding_cache, leave "
-            "replay at recompute, or set check_memory: false to try all the same"
+            "replay at recompute, or set check_memory: false to try all the same "
+            "(docs/troubleshooting.md#out-of-memory)"
         )
 
 

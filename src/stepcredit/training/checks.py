@@ -102,7 +102,8 @@ def _ratio(parts: Setup) -> str:
     if worst > 0:
         raise CheckError(
             f"max |ratio - 1| is {worst:.1e} on {pairs} pairs, before any update: the model gives other velocities "
-            "with gradients than without (dropout, another kernel, half precision); make it deterministic"
+            "with gradients than without (dropout, another kernel, half precision); make it deterministic "
+            "(docs/troubleshooting.md#the-ratio-is-not-1-before-the-first-update)"
         )
     return f"max |ratio - 1| = 0 on {pairs} (member, step) pairs"
 
@@ -117,7 +118,7 @@ def _one_update(parts: Setup) -> str:
     if line["degenerate_groups"] == line["groups"]:
         raise CheckError(
             f"in all {line['groups']} groups the members had equal rewards, so nothing can be learned; use more "
-            "members, easier prompts or a finer reward"
+            "members, easier prompts or a finer reward (docs/troubleshooting.md#no-signal-in-groups)"
         )
     if line["skipped_updates"]:
         raise CheckError("the gradient of the first update is not finite: use a wider dtype (precision, latent_dtype)")

@@ -23,6 +23,8 @@ WARM_UP = 8
 """Norms that must be known before an update can be a spike."""
 FEWEST = 16
 """Held-out images during the run below which a fall of their reward is not judged: an interval of so few is no use."""
+HACKED = "docs/troubleshooting.md#the-reward-rises-and-the-pictures-get-worse"
+"""Where it is told what to do about a reward that is exploited."""
 LIMITS = (
     *("max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "patience"),
     "max_image_drift",
@@ -118,7 +120,7 @@ def after_iteration(
         return _fire(
             recipe, state, iteration, "max_skips",
             f"the last {state.in_a_row} updates were skipped because their gradient was not finite or far above the "
-            "usual norm; lower lr, or use a wider dtype",
+            "usual norm; lower lr, or use a wider dtype (docs/troubleshooting.md#updates-are-skipped)",
         )  # fmt: skip
     if recipe.max_kl is not None and not mean <= recipe.max_kl:
         return _fire(
@@ -158,7 +160,8 @@ def after_evaluation(
         return _fire(
             recipe, state, iteration, "max_reward_drop",
             f"the held-out reward is {fall.told(best_iteration)} (max_reward_drop = {recipe.max_reward_drop:g} "
-            f"standard deviations) in {state.falls} evaluations running",
+            f"standard deviations) in {state.falls} evaluations running "
+            "(docs/troubleshooting.md#the-reward-rises-then-collapses)",
         )  # fmt: skip
     if now.watched is not None and base.watched is not None and best_watched is not None:
         watched, since = best_watched
@@ -170,7 +173,8 @@ def after_evaluation(
                 recipe, state, iteration, "max_watch_drop",
                 f"the watched reward {recipe.watch!r} is {fall.told(since)} (max_watch_drop = "
                 f"{recipe.max_watch_drop:g} standard deviations) in {state.watch_falls} evaluations running, while the "
-                f"reward that is trained on moved by {paired(watched, now).mean:+.3g}: look whether it is being hacked",
+                f"reward that is trained on moved by {paired(watched, now).mean:+.3g}: look whether it is being hacked "
+                f"({HACKED})",
             )  # fmt: skip
     if recipe.max_image_drift is not None:
         for name, drift in image_drift(base.statistics, now.statistics).items():
@@ -179,7 +183,7 @@ def after_evaluation(
                     recipe, state, iteration, "max_image_drift",
                     f"the {name.replace('_', ' ')} of the held-out images moved by {drift:+.0%} from the base "
                     f"model's, more than max_image_drift = {recipe.max_image_drift:g}: look whether the reward is "
-                    "being hacked",
+                    f"being hacked ({HACKED})",
                 )  # fmt: skip
     return None
 

@@ -154,7 +154,8 @@ def _before(run: Run) -> None:
     if bool((rewards == rewards[0]).all()):
         raise RewardError(
             f"reward {run.parts.reward.info.name!r} gave {float(rewards[0]):g} to every one of {len(rewards)} images "
-            "of the base model: a constant teaches nothing; check the reward with `stepcredit check`"
+            "of the base model: a constant teaches nothing; check the reward with `stepcredit check` "
+            "(docs/troubleshooting.md#every-picture-has-the-same-reward)"
         )
     line = {"iteration": 0, "evaluation": run.before.as_dict(), "seconds": clock.seconds["evaluation"]}
     if distributed.leads():
