@@ -21,7 +21,7 @@ TINY_AUDIT = "--groups 4 --prompts-per-iteration 1 --group-size 4 --micro-batch 
 RUN: dict[str, str] = {
     # the desk
     "stepcredit train compose-stepwise": TINY,
-    "stepcredit train compose-uniform --seed 1 --lr 1e-4": TINY,
+    "stepcredit train spell-uniform --tracker tensorboard": TINY,
     "stepcredit train compose-turning-point --seed 1": TINY,
     "stepcredit train compose-turning-point --name mine": TINY,
     "stepcredit train --resume mine": "",
@@ -131,6 +131,7 @@ GIVEN: dict[str, tuple[str, ...]] = {
 """Page -> what its reader has already: runs, files of recipes and prompts."""
 
 NEEDS = {
+    "README.md": "rapidocr",
     "trackers.md": "tensorboard",
     "real-models.md": "diffusers",
     "own-model.md": "diffusers",
