@@ -65,6 +65,23 @@ def test_what_saves_memory_is_seen_to():
     assert plan(**SD35, tuning="full", kl_beta=0.1, precision="fp32").budget.peak_gib > 40
 
 
+def test_a_shared_transformer_is_counted_by_its_share(monkeypatch):
+    keys = {**SD35, "embedding_cache": "auto", "tuning": "full", "kl_beta": 0.1}
+    alone, one, lora = plan(**keys), plan(**keys, shard=True), plan(**{**keys, "tuning": "lora"})
+    _plan.cache_clear()
+    monkeypatch.setattr(budget.distributed, "world", lambda: 4)
+    four, four_lora = plan(**keys, shard=True), plan(**{**keys, "tuning": "lora"}, shard=True)
+    _plan.cache_clear()
+    assert one.budget == alone.budget
+    # by hand: two copies of 2.243 B in fp16, 83.8 M of VAE in fp32
+    assert one.budget.weights_gib == pytest.approx((2 * 2 * 2.243 + 4 * 0.0838) * 1e9 / 2**30, rel=2e-3)
+    assert four.budget.weights_gib == pytest.approx((2 * 2 * 2.243 / 4 + 4 * 0.0838) * 1e9 / 2**30, rel=2e-3)
+    # moments in fp16, average in float32, gradient in float32
+    assert four.budget.training_state_gib == pytest.approx((2 * 2 + 4 + 4) * 2.243e9 / 4 / 2**30, rel=2e-3)
+    assert four_lora.budget.training_state_gib == lora.budget.training_state_gib
+    assert four_lora.budget.weights_gib < lora.budget.weights_gib / 3
+
+
 def test_hours_are_a_range_of_the_same_operations():
     needed = plan(**SD35).budget
     low, high = needed.hours(312.0)

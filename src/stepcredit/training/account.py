@@ -25,7 +25,7 @@ def header(parts: Setup) -> list[str]:
     per_update = cost.trajectories // recipe.updates_per_rollout
     per = cost.per_trajectory()
     steps = parts.weights.nonzero().flatten().tolist()
-    return [
+    lines = [
         f"{recipe.task}: credit {recipe.credit}, advantage {recipe.advantage}, kernel {recipe.kernel} "
         f"(level {parts.kernel.level:g}), lr {recipe.lr:g}",
         f"batch: {recipe.prompts_per_iteration} prompts x {recipe.group_size} members"
@@ -34,6 +34,10 @@ def header(parts: Setup) -> list[str]:
         f"each iteration: {cost.model_evaluations} model evaluations ({per['model_evaluations_per_trajectory']:.1f} a "
         f"trajectory), {cost.decodes} decodes and rewards, {cost.trained_evaluations} trained; steps {_spans(steps)}",
     ]
+    if recipe.shard:
+        alone = "shard: there is one process, which holds the whole transformer"
+        lines.append(f"shard: the transformer over {distributed.world()} processes" if distributed.joined() else alone)
+    return lines
 
 
 def summarise(

@@ -17,6 +17,7 @@ from stepcredit import tasks
 from stepcredit.errors import UserError
 from stepcredit.ledger import Ledger
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
+from stepcredit.training import distributed
 from stepcredit.training.gradients import LARGEST_IN_FLOAT64
 from stepcredit.training.recipe import Recipe
 
@@ -84,13 +85,15 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     parameters = sum(p.numel() for name, p in transformer.named_parameters() if ".lora_" not in name)
     trained = sum(p.numel() for _, p in policy.named_parameters())
     copies = 2 if policy.reference is not None else 1
+    shards = distributed.world() if recipe.shard else 1
     released = recipe.embedding_cache is not None
     encoders = 0.0 if released else encoder_parameters * width
     vae = sum(p.numel() for p in policy.pipe.vae.parameters()) * 4
-    weights = (copies * parameters * width + encoders + vae) / GIB
+    weights = (copies * parameters * width / shards + encoders + vae) / GIB
     full = recipe.tuning == "full"
-    gradient = 8 if trained <= LARGEST_IN_FLOAT64 else 4
-    state = trained * ((2 * width + 4 if full else 4 * 4) + gradient) / GIB  # adapters, two moments, average; gradient
+    held = trained / (shards if full else 1)
+    gradient = 8 if held <= LARGEST_IN_FLOAT64 else 4
+    state = held * ((2 * width + 4 if full else 4 * 4) + gradient) / GIB  # adapters, two moments, average; gradient
     rows = cost.rollout_evaluations * 2 + cost.trajectories + 2 * cost.decodes
     trajectories = rows * latent * 4 / GIB
     # Latents hold (8 x 2)^2 pixels per token in all families with 8-fold autoencoders and 2x2 patches.
@@ -102,7 +105,7 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     decoding = 256 * pixels * 4 * 4 * min(recipe.decode_batch, recipe.micro_batch) / GIB  # four maps of 256 channels
     judges = (recipe.reward or tasks.get(recipe.task).reward, recipe.watch)
     reward = sum(REWARD_GIB.get(name, 0.0) for name in judges if name)
-    loading = (parameters * width + encoder_parameters * width + vae) / GIB
+    loading = (copies * parameters * width + encoder_parameters * width + vae) / GIB
     busy = activations + decoding if retain else max(activations, decoding)  # images are decoded with graphs alive
     peak = max(weights + state + reward + trajectories + busy, loading) * _SLACK + _CONTEXT_GIB
 

@@ -1,7 +1,8 @@
 """Several processes, one run: who we are, and the few things that processes tell each other.
 
-Every process holds the whole model and the whole plan of an iteration, samples and judges its own cells of the batch
-(``cells.py``), and makes the same update from the same sums. With one process every function here is trivial.
+Every process holds the model, or its share of it (``sharding.py``), and the whole plan of an iteration, samples and
+judges its own cells of the batch (``cells.py``), and makes the same update from the same sums. With one process every
+function here is trivial.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ def processes() -> Iterator[None]:
         warnings.simplefilter("ignore")
     try:
         yield
-    except PeerLostError as error:
-        if _first("a process was lost"):
-            print(f"process {rank()} ends: {error}", file=streams[1])
-        raise SystemExit(1) from None
     except Exception as error:
+        if isinstance(error, PeerLostError) or _from_backend(error):
+            if _first("a process was lost"):
+                print(f"process {rank()} ends: {_lost(error)}", file=streams[1])
+            raise SystemExit(1) from None
         first = _first(str(error) or type(error).__name__)
         sys.stdout, sys.stderr = streams if first else (silence, silence)
         _meet()
@@ -153,12 +154,24 @@ def _meet() -> None:
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def peers() -> Iterator[None]:
+    """Within the block processes tell each other something; one that is gone is a PeerLostError."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PeerLostError(f"another process has ended, and its own error tells why ({reason})") from error
+        raise _lost(error) from error
+
+
+def _lost(error: Exception) -> PeerLostError:
+    if isinstance(error, PeerLostError):
+        return error
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return PeerLostError(f"another process has ended, and its own error tells why ({reason})")
+
+
+def _from_backend(error: Exception) -> bool:
+    """Whether this is nccl's or gloo's complaint, out of a sharded model: gloo's has no type of its own."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "/gloo/" in str(error))
 
 
 def gather(rows: Tensor) -> Tensor:
@@ -166,7 +179,7 @@ def gather(rows: Tensor) -> Tensor:
     if not joined():
         return rows
     rows = rows.detach().cpu()
-    with _peers():
+    with peers():
         counts = [torch.zeros(1, dtype=torch.long) for _ in range(world())]
         dist.all_gather(counts, torch.tensor([len(rows)]))
         padded = rows.new_zeros(max(int(n) for n in counts), *rows.shape[1:])
@@ -179,7 +192,7 @@ def gather(rows: Tensor) -> Tensor:
 def add(tensor: Tensor) -> Tensor:
     """The sum of a tensor over all processes, in place; every process has the same bits. Raises PeerLostError."""
     if joined():
-        with _peers():
+        with peers():
             dist.all_reduce(tensor)
     return tensor
 

@@ -28,7 +28,7 @@ TINY = "tiny:"
 """Prefix of a rehearsal's model: ``tiny:sd3`` is a tiny random pipeline of the family ``sd3``."""
 DESK_REFUSES = (
     *("revision", "resolution", "guidance_scale", "max_sequence_length", "tuning", "lora_rank", "lora_alpha"),
-    *("lora_targets", "precision", "gradient_checkpointing", "decode_batch", "embedding_cache"),
+    *("lora_targets", "precision", "gradient_checkpointing", "shard", "decode_batch", "embedding_cache"),
 )
 """Keys that mean nothing to a desk model."""
 RESOLUTION = 512

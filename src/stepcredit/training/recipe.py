@@ -63,6 +63,8 @@ class Recipe(BaseModel):
     """Precision of the transformer; the family's published one by default. Steps and adapters are always float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory, about a third more time."""
+    shard: bool = False
+    """Share the transformer out among the processes of a run, which gather a block when they need it (FSDP2)."""
     decode_batch: int = Field(8, ge=1)
     """Images that the autoencoder decodes at a time."""
     embedding_cache: str | None = Field(None, min_length=1)
@@ -215,6 +217,13 @@ class Recipe(BaseModel):
                 f"replay 'retain' holds the gradients of the policy that sampled, and with updates_per_rollout "
                 f"{self.updates_per_rollout} all updates but the first are of another policy; use 'recompute'"
             )
+        if self.shard and self.replay == "retain":
+            raise ValueError("shard frees gathered weights that the graphs of replay 'retain' need; use 'recompute'")
+        if self.shard and self.window_size is not None:
+            raise ValueError(
+                f"shard needs equally many model calls on every process, which windows drawn by window_size "
+                f"{self.window_size} do not give; use a fixed window, or leave shard out"
+            )
         if self.credit == "tempflow" and not self.branch:
             raise ValueError("credit 'tempflow' judges single steps, which needs branch: true")
         if self.branch and self.credit not in ("tempflow", "uniform"):
@@ -250,7 +259,7 @@ class Recipe(BaseModel):
 
 
 MAY_CHANGE = frozenset(
-    {"iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints", "tracker"}
+    {"shard", "iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints", "tracker"}
     | {"replay", "max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "patience"}
     | {"max_image_drift"}
 )

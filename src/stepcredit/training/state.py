@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepcredit.policies.base import Policy
+from stepcredit.training import sharding
 from stepcredit.training.checkpoint import Checkpoint, CheckpointError
 from stepcredit.training.ema import EMA
 from stepcredit.training.guards import GuardState
@@ -51,17 +52,22 @@ class TrainState:
         return self.best_watched[1] or self.best[1] or None
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name."""
+        """Everything a checkpoint holds as tensors: weights, EMA, optimiser moments by parameter name.
+
+        All are whole. What processes share out is gathered, so all must ask, and the one that writes alone gets it.
+        Raises PeerLostError.
+        """
         moments: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             state = self.optimiser.state.get(parameter) or _untouched(self.optimiser, parameter)
             moments |= {f"{name}/{key}": value for key, value in state.items()}
         weights = {name: p.detach() for name, p in self.parameters.items()}
-        return {"weights": weights, "ema": self.ema.shadow, "optimizer": moments}
+        groups = {"weights": weights, "ema": self.ema.shadow, "optimizer": moments}
+        return {group: sharding.gathered(named) for group, named in groups.items()}
 
     def norm(self) -> float:
         """Norm of the weights, by which processes see that theirs are the same."""
-        return math.sqrt(sum(float(p.detach().double().square().sum()) for p in self.parameters.values()))
+        return sharding.norm(list(self.parameters.values()))
 
     def counters(self) -> dict[str, Any]:
         """Everything a checkpoint holds as JSON."""
@@ -87,17 +93,18 @@ class TrainState:
             if name not in self.parameters:
                 raise CheckpointError(f"{checkpoint.path}: optimizer state of an unknown parameter {name!r}")
             # AdamW counts steps on the CPU and keeps its moments beside the weights
-            device = torch.device("cpu") if kind == "step" else self.parameters[name].device
-            moments.setdefault(name, {})[kind] = value.to(device, copy=True)
+            own = value if kind == "step" else sharding.part(value, self.parameters[name])
+            moments.setdefault(name, {})[kind] = own.clone()
         if moments and set(moments) != set(self.parameters):
             missing = sorted(set(self.parameters) - set(moments))
             raise CheckpointError(f"{checkpoint.path}: no optimizer state for parameter {missing[0]!r}")
         for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(sharding.part(weights[name], parameter))
         for name, state in moments.items():
             self.optimiser.state[self.parameters[name]] = state
         counters = checkpoint.state
-        self.ema.load(shadow, counters["ema_updates"])
+        own_shadow = {name: sharding.part(value, self.ema.shadow[name]) for name, value in shadow.items()}
+        self.ema.load(own_shadow, counters["ema_updates"])
         self.iteration, self.updates = checkpoint.iteration, counters["updates"]
         self.model_evaluations, self.seconds = counters["model_evaluations"], counters["seconds"]
         self.best = _best(counters["best"])
@@ -149,7 +156,7 @@ def load_weights(policy: Policy, checkpoint: Checkpoint, group: str = "ema") -> 
     parameters = dict(policy.named_parameters())
     found = _matching(checkpoint, group, parameters)
     for name, parameter in parameters.items():
-        parameter.copy_(found[name])
+        parameter.copy_(sharding.part(found[name], parameter))
 
 
 def _matching(checkpoint: Checkpoint, group: str, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

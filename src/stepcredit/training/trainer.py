@@ -14,7 +14,7 @@ from stepcredit.errors import UserError
 from stepcredit.reports import run as report
 from stepcredit.rewards import selftest
 from stepcredit.rewards.base import RewardError
-from stepcredit.training import checkpoint, distributed, pictures, trackers
+from stepcredit.training import checkpoint, distributed, pictures, sharding, trackers
 from stepcredit.training import recipe as recipes
 from stepcredit.training.account import header, summarise
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, read
@@ -79,7 +79,10 @@ def _begun(
         selftest.require(parts.reward)
         if parts.watch is not None:
             selftest.require(parts.watch)
+    if recipe.shard:
+        sharding.shard(parts.policy)
     state = fresh(parts.policy, recipe)
+    tensors = {} if resume else state.tensors()
     run = Run(folder, parts, state, display)
     with distributed.together(checkpoint.CheckpointError):
         if resume:
@@ -92,9 +95,7 @@ def _begun(
             if origin is not None:
                 write_text_atomic(folder / "origin.json", origin)
             write_text_atomic(folder / "ledger.json", to_json({**vars(parts.cost), **parts.cost.per_trajectory()}))
-            checkpoint.rehearse_write(
-                folder / "checkpoints", state.tensors(), state.counters(), keep=recipe.keep_checkpoints
-            )
+            checkpoint.rehearse_write(folder / "checkpoints", tensors, state.counters(), keep=recipe.keep_checkpoints)
     distributed.same(state.norm(), "weights")
     if distributed.leads():
         run.display = trackers.tracked(recipe.tracker, folder, display)
@@ -267,12 +268,13 @@ def _finish(run: Run) -> dict[str, Any]:
 def _save(run: Run) -> None:
     state = run.state
     distributed.same(state.norm(), "weights")
+    tensors = state.tensors()
     if not distributed.leads():
         return
     checkpoint.save(
         run.folder / "checkpoints",
         state.iteration,
-        state.tensors(),
+        tensors,
         state.counters(),
         keep=run.parts.recipe.keep_checkpoints,
         best=state.best_iteration,

@@ -12,7 +12,7 @@ from torch import Tensor
 from stepcredit import objective
 from stepcredit.kernels import KL, Reduce
 from stepcredit.rollout import Chunk, Replay, Trajectory, Velocity, chunks, replay
-from stepcredit.training import distributed
+from stepcredit.training import distributed, sharding
 from stepcredit.training.guards import Skip
 
 
@@ -138,14 +138,14 @@ def apply(
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(scale)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip)
-    stats.grad_norm = float(norm)
+    stats.grad_norm = float(sharding.whole(torch.nn.utils.clip_grad_norm_(parameters, grad_clip)))
     if not math.isfinite(stats.grad_norm):
         stats.skip = "not_finite"
     elif stats.grad_norm > spike:
         stats.skip = "spike"
     if unit_length and stats.skip is None and stats.grad_norm > 0:
-        length = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        length = float(sharding.whole(torch.nn.utils.get_total_norm(gradients)))
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(length)
