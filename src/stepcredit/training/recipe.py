@@ -217,8 +217,6 @@ class Recipe(BaseModel):
                 f"replay 'retain' holds the gradients of the policy that sampled, and with updates_per_rollout "
                 f"{self.updates_per_rollout} all updates but the first are of another policy; use 'recompute'"
             )
-        if self.shard and self.replay == "retain":
-            raise ValueError("shard frees gathered weights that the graphs of replay 'retain' need; use 'recompute'")
         if self.shard and self.window_size is not None:
             raise ValueError(
                 f"shard needs equally many model calls on every process, which windows drawn by window_size "
