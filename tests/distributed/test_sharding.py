@@ -8,6 +8,7 @@ import torch
 from launching import alone, final, lines, torchrun
 
 from stepcredit.errors import UserError
+from stepcredit.policies import tiny
 from stepcredit.training import checkpoint, models
 from stepcredit.training import recipe as recipes
 from stepcredit.training.export import export_run
@@ -15,6 +16,7 @@ from stepcredit.training.export import export_run
 pytest.importorskip("diffusers")
 
 REPORT = Path(__file__).parent / "report_shards.py"
+FAMILIES = Path(__file__).parent / "family_shards.py"
 BROKEN = Path(__file__).parent / "broken_reward.py"
 KEYS = {
     "task": "ocr",
@@ -170,6 +172,17 @@ def test_lora_over_a_shared_base_gives_the_bits_of_one_process_and_a_whole_adapt
     assert_equal(final(cut)[0], final(tmp_path / "whole")[0])
     assert lines(cut) == lines(tmp_path / "whole")
     assert export_run(cut, tmp_path / "out").difference == 0
+
+
+def test_every_family_computes_the_same_when_it_is_shared():
+    """Velocity and reference to the last bit, and so the gradients of adapters; those of all weights to rounding."""
+    done = torchrun(2, script=(FAMILIES,))
+    assert done.returncode == 0, done.stderr
+    compared = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("COMPARED ")]
+    assert {family for family, *_ in compared} == set(tiny.BUILDERS)
+    for family, tuning, precision, equal, gradients, worst in compared:
+        assert (equal, int(gradients) >= 30) == ("1", True), (family, tuning, precision)
+        assert float(worst) <= (1e-5 if tuning == "full" else 0), (family, tuning, precision)
 
 
 def test_a_process_that_fails_beside_a_shared_transformer_ends_the_other(tmp_path):
