@@ -88,6 +88,12 @@ CANNOT_RUN: dict[str, str] = {
     "make bench": "takes minutes",
     'pip install "stepcredit[diffusers,ocr]"': "installs",
     "pip install 'stepcredit[track]'": "installs",
+    "torchrun --nproc_per_node 4 -m stepcredit train sd35-ocr-stepwise --shard": (
+        "needs four GPUs; a tiny one is shared out in tests/distributed"
+    ),
+    "torchrun --nproc_per_node 8 -m stepcredit train sd35-ocr-stepwise --shard --tuning full --precision fp32": (
+        "the same"
+    ),
     "torchrun --nproc_per_node 4 -m stepcredit train compose-stepwise": "tried with two; four are in tests/distributed",
     "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 -m stepcredit train "
     "flux-geneval-stepwise": "needs sixteen GPUs",
