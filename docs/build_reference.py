@@ -9,10 +9,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "src" / "stepcredit"
 MODULES = (
-    "grids", "interpolant", "kernels", "noise", "rollout", "scoring", "ledger", "credit", "advantage", "objective",
-    "sampling", "policies.base", "rewards.base", "rewards.geneval_rules", "tasks.base",
-    "training.recipe", "training.setup", "training.iteration", "training.cells", "training.collect", "training.update",
-    "training.gradients", "training.distributed", "training.sharding", "training.evaluation",
+    "grids", "interpolant", "kernels", "noise", "storage", "rollout", "scoring", "ledger", "credit", "advantage",
+    "objective", "sampling", "policies.base", "rewards.base", "rewards.geneval_rules", "tasks.base",
+    "training.recipe", "training.setup", "training.iteration", "training.cells", "training.collect", "training.holding",
+    "training.update", "training.gradients", "training.distributed", "training.sharding", "training.evaluation",
     "training.trainer", "training.account", "training.guards", "training.checkpoint",
     "inspection.collect", "inspection.schemes",
     "audit.estimators", "audit.gradients", "audit.schemes", "audit.measure", "audit.result",

@@ -9,7 +9,7 @@ policy is 1 to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stepcredit.interpolant import euler
 from stepcredit.kernels import Kernel, Reduce
+from stepcredit.storage import Kept, Rows, rows_of
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``velocity(x [n, ...], t [n], member [n]) -> [n, ...]``; ``member`` tells whose prompt each row has."""
@@ -199,13 +200,16 @@ class Replay(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Sampled trajectories of a batch. Latents have any shape; tensors of states and velocities are rows."""
+    """Sampled trajectories of a batch. Latents have any shape; tensors of states and velocities are rows.
+
+    Rows that were not to be kept are gone, and asking for one is a LookupError.
+    """
 
     kernel: Kernel
     layout: Layout
-    states: tuple[Tensor, ...]
+    states: tuple[Tensor | Rows, ...]
     """T + 1 tensors ``[rows(i), ...]`` in the storage dtype: x[i]."""
-    velocities: tuple[Tensor, ...]
+    velocities: tuple[Tensor | Rows, ...]
     """T tensors ``[rows(i), ...]``, float32: the velocities that moved the states."""
     log_prob: Tensor
     """float32 ``[B, T]``: log-prob of each noisy step as sampled, 0 elsewhere."""
@@ -214,11 +218,17 @@ class Trajectory:
 
     def state(self, i: int) -> Tensor:
         """x[i] of every member, ``[B, ...]``."""
-        return self.states[i][self.layout.index[i].to(self.states[i].device)]
+        return self.states[i][self.layout.index[i]]
 
     def velocity(self, i: int) -> Tensor:
         """v[i] of every member, ``[B, ...]``."""
-        return self.velocities[i][self.layout.index[i].to(self.velocities[i].device)]
+        return self.velocities[i][self.layout.index[i]]
+
+    def keep(self, rows: Kept) -> Trajectory:
+        """The trajectories with these rows alone. Raises LookupError for rows that were dropped before."""
+        states = (rows_of(x, mask) for x, mask in zip(self.states, rows.states, strict=True))
+        velocities = (rows_of(v, mask) for v, mask in zip(self.velocities, rows.velocities, strict=True))
+        return replace(self, states=tuple(states), velocities=tuple(velocities))
 
 
 @torch.no_grad()
@@ -232,16 +242,20 @@ def rollout(
     reduce: Reduce = "mean",
     progress: Callable[[int], None] | None = None,
     retain: bool = False,
+    keep: Kept | None = None,
 ) -> Trajectory:
     """Sample the trajectories of a layout from ``x_init`` ``[rows(0), ...]``, whose dtype is the storage dtype.
 
     Noisy steps follow the kernel, all others the ODE. Log-probs are those of the states as stored. ``progress`` is
     called with the number of steps done. ``retain`` keeps the graphs of the noisy chunks, so that the first update
-    needs no second evaluation of them; memory grows with their number. Raises FloatingPointError, naming the step, if a
-    velocity is not finite. Source of ``retain``: LeanGRPO.
+    needs no second evaluation of them; memory grows with their number. ``keep`` names the rows of states and velocities
+    that will be asked for; all others are dropped as soon as the next state is there. Raises FloatingPointError, naming
+    the step, if a velocity is not finite. Source of ``retain``: LeanGRPO.
     """
     x = x_init
-    states, velocities, retained = [x], [], {}
+    states: list[Tensor | Rows] = []
+    velocities: list[Tensor | Rows] = []
+    retained = {}
     log_prob = torch.zeros(tree.members, tree.steps)
     for i in range(tree.steps):
         v_rows = []
@@ -265,11 +279,13 @@ def rollout(
                 log_prob[chunk.members, i] = logp.detach().cpu().float()
                 if retain:
                     retained[i, chunk.rows.start] = Replay(logp, v_m, x_m, stored)
-        velocities.append(torch.cat(v_rows))
+        v_all = torch.cat(v_rows)
+        states.append(x if keep is None else rows_of(x, keep.states[i]))
+        velocities.append(v_all if keep is None else rows_of(v_all, keep.velocities[i]))
         x = x_next
-        states.append(x)
         if progress is not None:
             progress(i + 1)
+    states.append(x if keep is None else rows_of(x, keep.states[-1]))
     return Trajectory(kernel, tree, tuple(states), tuple(velocities), log_prob, retained)
 
 

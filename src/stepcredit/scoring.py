@@ -15,8 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stepcredit import storage
 from stepcredit.interpolant import euler
 from stepcredit.rollout import Layout, Trajectory, Velocity, evaluate
+from stepcredit.storage import Kept
 
 Estimate = Literal["tweedie", "substeps", "full"]
 Spacing = Literal["grid", "linear"]
@@ -52,6 +54,15 @@ class ScoringPlan:
         """Values of estimates ``[count]`` laid out as ``R`` ``[B, T + 1]``; NaN where a state is not scored."""
         spread = values[self.estimate.clamp(min=0)]
         return torch.where(self.estimate >= 0, spread, torch.nan)
+
+    def needs(self, tree: Layout) -> Kept:
+        """The rows of states and velocities that the estimates start from."""
+        kept = storage.nothing(tuple(tree.rows(i) for i in range(tree.steps + 1)))
+        for i, row in _by_state(self):
+            kept.states[i][row] = True
+            if i < self.steps:
+                kept.velocities[i][row] = True
+        return kept
 
 
 def plan(
@@ -101,12 +112,14 @@ def plan(
 @torch.no_grad()
 def clean_estimates(trajectory: Trajectory, planned: ScoringPlan, velocity: Velocity, micro_batch: int) -> Tensor:
     """The planned estimates, ``[count, ...]`` float32: states of all grid points and members advance as one batch."""
-    x = torch.cat([trajectory.states[int(i)][row].float() for i, row in _by_state(planned)])
-    done = 0
+    x, done = torch.empty(0), 0
     for i, row in _by_state(planned):
+        some = trajectory.states[i][row].float()
         if i < planned.steps:
-            part = slice(done, done + len(row))
-            x[part] = euler(x[part], trajectory.velocities[i][row], planned.times[i][0], planned.times[i][1])
+            some = euler(some, trajectory.velocities[i][row], planned.times[i][0], planned.times[i][1])
+        if done == 0:
+            x = torch.empty(planned.count, *some.shape[1:], device=some.device)
+        x[done : done + len(row)] = some
         done += len(row)
     lengths = torch.tensor([len(t) for t in planned.times])[planned.state]
     for k in range(1, int(lengths.max()) - 1):

@@ -82,6 +82,21 @@ def test_a_shared_transformer_is_counted_by_its_share(monkeypatch):
     assert four_lora.budget.weights_gib < lora.budget.weights_gib / 3
 
 
+def test_trajectories_are_what_is_left_of_them():
+    """48 prompts of 24 in 8 cells, latents of 16 x 64 x 64; T = 10, noise at every step, shared starts."""
+    latent = 16 * 64 * 64 * 4
+    keys = {**SD35, "credit": "uniform", "advantage": "group"}
+    # 48 starts and the 10 states after them; no velocity is asked for twice
+    update = 48 + 10 * 48 * 24
+    # while the last cell of 6 prompts was sampled: a state, its successor and a velocity in the making
+    cell = 6 * 24
+    assert plan(**keys).budget.trajectories_gib * 2**30 == (update + cell * 3) * latent
+    window = plan(**keys, window=(0, 2)).budget.trajectories_gib * 2**30
+    assert window == (48 + 2 * 48 * 24 + cell * (3 + 1)) * latent  # the last cell's final states beside
+    half = plan(**keys, latent_dtype="float16").budget.trajectories_gib * 2**30
+    assert half == (update / 2 + cell * (1 / 2 + 1 / 2 + 1)) * latent
+
+
 def test_hours_are_a_range_of_the_same_operations():
     needed = plan(**SD35).budget
     low, high = needed.hours(312.0)

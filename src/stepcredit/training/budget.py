@@ -7,6 +7,7 @@ activations are reference figures, measured at 512 px and batch 1: SD3.5-M 1.9 G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +18,11 @@ from stepcredit import tasks
 from stepcredit.errors import UserError
 from stepcredit.ledger import Ledger
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
+from stepcredit.rollout import Layout
+from stepcredit.scoring import ScoringPlan
 from stepcredit.training import distributed
 from stepcredit.training.gradients import LARGEST_IN_FLOAT64
+from stepcredit.training.holding import peak_bytes
 from stepcredit.training.recipe import Recipe
 
 GIB = 2**30
@@ -77,8 +81,16 @@ class Budget:
         return {**asdict(self), "gpu_hours": {gpu: list(self.hours(peak)) for gpu, peak in PEAK_TFLOPS.items()}}
 
 
-def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parameters: float, images: int) -> Budget:
-    """The budget of a recipe from a policy on the meta device, its cost per iteration and its evaluation images."""
+def budget(
+    recipe: Recipe,
+    policy: DiffusersPolicy,
+    cost: Ledger,
+    cells: Sequence[tuple[Layout, ScoringPlan]],
+    encoder_parameters: float,
+    images: int,
+) -> Budget:
+    """The budget of a recipe from a policy on the meta device, its cost per iteration, the ``cells`` of this process in
+    an iteration, and its evaluation images."""
     transformer, family = policy.pipe.transformer, policy.family.name
     width = policy.dtype.itemsize
     latent = torch.Size(policy.latent_shape).numel()
@@ -94,8 +106,7 @@ def budget(recipe: Recipe, policy: DiffusersPolicy, cost: Ledger, encoder_parame
     held = trained / (shards if full else 1)
     gradient = 8 if held <= LARGEST_IN_FLOAT64 else 4
     state = held * ((2 * width + 4 if full else 4 * 4) + gradient) / GIB  # adapters, two moments, average; gradient
-    rows = cost.rollout_evaluations * 2 + cost.trajectories + 2 * cost.decodes
-    trajectories = rows * latent * 4 / GIB
+    trajectories = peak_bytes(recipe, cells, latent) / GIB
     # Latents hold (8 x 2)^2 pixels per token in all families with 8-fold autoencoders and 2x2 patches.
     pixels = (recipe.resolution or 512) ** 2
     scale = pixels / 256 / _REFERENCE_TOKENS

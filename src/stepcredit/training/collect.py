@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from stepcredit.rewards.base import RewardError
 from stepcredit.rollout import Groups, Trajectory, Velocity, rollout
 from stepcredit.scoring import clean_estimates
 from stepcredit.tasks import Prompt
-from stepcredit.training import distributed
+from stepcredit.training import distributed, holding
 from stepcredit.training.judging import judge_latents
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.setup import Setup, velocity_of
@@ -34,6 +34,10 @@ class Sampled:
     reference: Velocity | None
     """Velocity of the base model, where the recipe has a KL penalty."""
 
+    def for_update(self, recipe: Recipe) -> Sampled:
+        """The cell with those states alone that the update replays, once it has been scored."""
+        return replace(self, trajectory=self.trajectory.keep(holding.for_update(recipe, self.groups.layout)))
+
 
 def sample_cell(
     parts: Setup,
@@ -42,15 +46,20 @@ def sample_cell(
     cell: Groups,
     numbers: Tensor,
     progress: Callable[[int], None],
+    lean: bool = True,
 ) -> Sampled:
     """Encode a cell's prompts, which are among the batch's ``prompts``, and sample its trajectories.
 
-    Raises FloatingPointError as :func:`stepcredit.rollout.rollout` does.
+    ``lean`` keeps of them what scoring and the update will ask for, and nothing else. Raises FloatingPointError as
+    :func:`stepcredit.rollout.rollout` does.
     """
     recipe, policy = parts.recipe, parts.policy
     first, last = int(cell.prompt[0]), int(cell.prompt[-1])
     cond = policy.encode([prompt.text for prompt in prompts[first : last + 1]])
     velocity = velocity_of(policy, cond, cell.prompt - first)
+    keep = None
+    if lean:
+        keep = holding.for_update(recipe, cell.layout) | parts.plan(cell).needs(cell.layout)
     trajectory = rollout(
         velocity,
         parts.initial_noise(iteration, cell).to(policy.device),
@@ -61,18 +70,33 @@ def sample_cell(
         recipe.log_prob,
         progress,
         retain=recipe.replay == "retain",
+        keep=keep,
     )
     reference = velocity_of(policy, cond, cell.prompt - first, reference=True) if recipe.kl_beta > 0 else None
     return Sampled(prompts, cell, numbers, trajectory, velocity, reference)
 
 
 def sample(parts: Setup, iteration: int, progress: Callable[[int], None] = lambda _: None) -> Sampled:
-    """The whole batch of an iteration as one cell, on this process alone; ``progress`` is told the steps done.
+    """The whole batch of an iteration as one cell, on this process alone, with all of its states; ``progress`` is told
+    the steps done.
 
     Raises FloatingPointError as :func:`stepcredit.rollout.rollout` does.
     """
     prompts, groups = parts.batch(iteration)
-    return sample_cell(parts, iteration, prompts, groups, torch.arange(groups.count), progress)
+    return sample_cell(parts, iteration, prompts, groups, torch.arange(groups.count), progress, lean=False)
+
+
+class Earned(NamedTuple):
+    """What the states of a cell earned, on this process alone."""
+
+    numbers: Tensor
+    """long ``[groups]``: numbers of the cell's groups in the batch."""
+    R: Tensor
+    """float32 ``[groups, G, T + 1]``; NaN where a state is not scored or its sample failed."""
+    final: dict[str, Tensor]
+    """Of every component, and of the verdict ``exact``, the values of the final images ``[groups, G]``."""
+    failures: list[int]
+    """Samples, those without a reward, and the prompt of the first such sample, -1 for none."""
 
 
 class Scored(NamedTuple):
@@ -86,32 +110,46 @@ class Scored(NamedTuple):
     """Mean of every component, and of the verdict ``exact``, over the final images."""
 
 
-def scored(parts: Setup, cells: Sequence[Sampled]) -> Scored:
-    """Score this process's cells of a batch and gather what all have earned, keyed by group and sorted.
+def score_cell(parts: Setup, cell: Sampled) -> Earned:
+    """Clean estimates of a cell's states, decoded and judged.
+
+    Raises RewardError and FloatingPointError as :func:`stepcredit.training.judging.judge_latents` does.
+    """
+    plan = parts.plan(cell.groups)
+    x_0 = clean_estimates(cell.trajectory, plan, cell.velocity, parts.recipe.micro_batch)
+    prompt = cell.groups.prompt[plan.member]
+    judged = judge_latents(parts, x_0, [cell.prompts[p] for p in prompt.tolist()], prompt)
+    every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
+    bad = judged.score.isnan()
+    return Earned(
+        cell.numbers,
+        cell.groups.grouped(plan.per_state(judged.score)),
+        {name: cell.groups.grouped(values[plan.estimate[:, -1]]) for name, values in every.items()},
+        [len(bad), int(bad.sum()), int(prompt[bad][0]) if bool(bad.any()) else -1],
+    )
+
+
+def gathered(parts: Setup, prompts: Sequence[Prompt], cells: Sequence[Earned]) -> Scored:
+    """What all processes' cells of a batch of ``prompts`` have earned, keyed by group and sorted.
 
     Raises RewardError, on all processes alike, for samples without a reward that the recipe does not tolerate;
     PeerLostError.
     """
-    R: list[Tensor] = []
-    last: dict[str, list[Tensor]] = {}
-    failures = []
-    for cell in cells:
-        plan = parts.plan(cell.groups)
-        x_0 = clean_estimates(cell.trajectory, plan, cell.velocity, parts.recipe.micro_batch)
-        prompt = cell.groups.prompt[plan.member]
-        judged = judge_latents(parts, x_0, [cell.prompts[p] for p in prompt.tolist()], prompt)
-        R.append(cell.groups.grouped(plan.per_state(judged.score)))
-        every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
-        for name, values in every.items():
-            last.setdefault(name, []).append(cell.groups.grouped(values[plan.estimate[:, -1]]))
-        bad = judged.score.isnan()
-        failures.append([len(bad), int(bad.sum()), int(prompt[bad][0]) if bool(bad.any()) else -1])
-    counts = distributed.gather(torch.tensor(failures))
-    failed = _failures(parts.recipe, parts.reward.info.name, counts, cells[0].prompts)
+    counts = distributed.gather(torch.tensor([cell.failures for cell in cells]))
+    failed = _failures(parts.recipe, parts.reward.info.name, counts, prompts)
     order = distributed.gather(torch.cat([cell.numbers for cell in cells])).argsort()
-    final = {name: distributed.gather(torch.cat(values))[order] for name, values in last.items()}
+    names = dict.fromkeys(name for cell in cells for name in cell.final)
+    final = {
+        name: distributed.gather(torch.cat([cell.final[name] for cell in cells if name in cell.final]))[order]
+        for name in names
+    }
     components = {name: float(values.nanmean()) for name, values in final.items()}
-    return Scored(distributed.gather(torch.cat(R))[order], failed, components)
+    return Scored(distributed.gather(torch.cat([cell.R for cell in cells]))[order], failed, components)
+
+
+def scored(parts: Setup, cells: Sequence[Sampled]) -> Scored:
+    """Score this process's cells and gather what all have earned. Raises as ``score_cell`` and ``gathered``."""
+    return gathered(parts, cells[0].prompts, [score_cell(parts, cell) for cell in cells])
 
 
 def _failures(recipe: Recipe, name: str, counts: Tensor, prompts: Sequence[Prompt]) -> int:

@@ -16,7 +16,7 @@ from stepcredit.policies.base import Policy, take
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
 from stepcredit.rewards.base import Reward, RewardInfo, SelfTest
 from stepcredit.rewards.meter import metered
-from stepcredit.rollout import Groups, Velocity
+from stepcredit.rollout import Groups, Layout, Velocity
 from stepcredit.tasks import Prompt
 from stepcredit.training import cells, distributed, models
 from stepcredit.training.budget import Budget, budget, check_memory
@@ -123,9 +123,10 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
             trained = torch.zeros_like(kernel.trainable)
             trained[start:stop] = kernel.trainable[start:stop]
         step_weights = objective.step_weights(recipe.step_weight, kernel, trained, recipe.step_table)
-        every = [cell for update in _cells(recipe, groups) for cell in update]
-        cost = total([ledger(cell.layout, _plan(recipe, cell, kernel), recipe.micro_batch) for cell in every])
-        needed = _budget(recipe, policy, cost)
+        cut = [[(cell.layout, _plan(recipe, cell, kernel)) for cell in up] for up in _cells(recipe, groups)]
+        cost = total([ledger(*cell, recipe.micro_batch) for update in cut for cell in update])
+        mine = cells.owned(len(cut[0]), distributed.rank(), distributed.world())
+        needed = _budget(recipe, policy, cost, [update[k] for update in cut for k in mine])
         name = recipe.reward or task.reward
         _apart(recipe, name)
         if not weights and needed is not None:
@@ -176,12 +177,14 @@ def _apart(recipe: Recipe, reward: str) -> None:
         raise ValueError(f"watch {reward!r} is the reward that is trained on; watch another, or leave watch out")
 
 
-def _budget(recipe: Recipe, policy: Policy, cost: Ledger) -> Budget | None:
+def _budget(
+    recipe: Recipe, policy: Policy, cost: Ledger, own: Sequence[tuple[Layout, scoring.ScoringPlan]]
+) -> Budget | None:
     """The budget of a pipeline that is a sketch so far; None for small models, which are there already."""
     if policy.device.type != "meta" or not isinstance(policy, DiffusersPolicy):
         return None
     encoders = models.blueprint(recipe).encoder_parameters
-    return budget(recipe, policy, cost, encoders, evaluation_images(recipe))
+    return budget(recipe, policy, cost, own, encoders, evaluation_images(recipe))
 
 
 def _named(name: str) -> Reward:
