@@ -18,7 +18,7 @@ from stepcredit.rewards.meter import costs
 from stepcredit.tasks import suites
 from stepcredit.training import checkpoint
 from stepcredit.training import recipe as recipes
-from stepcredit.training.evaluation import Evaluation, Slot, slots
+from stepcredit.training.evaluation import Evaluation, Slot, evaluate, slots
 from stepcredit.training.files import write_text_atomic
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.records import to_json
@@ -28,7 +28,6 @@ from stepcredit.training.suite import (
     Metric,
     Outlook,
     compare,
-    evaluate_pieces,
     measured_deviation,
     outlook,
     per_tag,
@@ -136,13 +135,13 @@ def _both(
             if which == "tuned":
                 load_weights(plan.parts.policy, saved, "ema" if weights == "ema" else "weights")
             task = bar.add_task(which, total=len(plan.on))
-            result = evaluate_pieces(
+            result = evaluate(
                 plan.parts.policy,
                 plan.parts.reward,
                 plan.on,
                 steps,
                 plan.parts.recipe.micro_batch,
-                progress=lambda done, task=task: bar.update(task, completed=done),  # type: ignore[misc]
+                progress=lambda done, _, task=task: bar.update(task, completed=done),  # type: ignore[misc]
                 base=found[0] if found else None,
             )
             found.append(result)

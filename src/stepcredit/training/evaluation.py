@@ -19,7 +19,7 @@ from stepcredit.sampling import sample
 from stepcredit.tasks.base import Prompt
 from stepcredit.training import comparison, distributed
 from stepcredit.training.files import write_text_atomic
-from stepcredit.training.image_stats import STATISTICS, image_statistics
+from stepcredit.training.image_stats import STATISTICS, Streamed
 from stepcredit.training.records import to_json
 from stepcredit.training.stats import Interval
 
@@ -169,44 +169,54 @@ def evaluate(
 ) -> Evaluation:
     """Sample one image per slot by the ODE in ``steps`` steps and score it.
 
-    Noise depends on the slot alone, so evaluations of different weights are paired. ``progress(done, total)`` counts
-    images. ``base``: evaluation of the base model, in whose units a composite of group z-scores is expressed; without
-    it the evaluation is its own base. ``watch`` judges the same images. Several processes share the batches, equally
-    many each, and all have the result; what one computes beyond the last batch is left out. Raises RewardError as
+    Noise depends on the slot alone, so evaluations of different weights are paired. Images are let go as soon as they
+    are judged, but for the first ``keep_images``. ``progress(done, total)`` counts them. ``base``: evaluation of the
+    base model, in whose units a composite of group z-scores is expressed; without it the evaluation is its own base.
+    ``watch`` judges the same images. Several processes share the batches, equally many each, and all have the result;
+    what one computes beyond the last batch is left out. Raises RewardError as
     :func:`stepcredit.rewards.base.judge` does, FloatingPointError for an image that is not finite, PeerLostError.
     """
-    images: list[Tensor] = []
     judged: list[Judgement] = []
     seen: list[Judgement] = []
+    shown: list[Tensor] = []
+    looks = Streamed()
     batches = [on[start : start + micro_batch] for start in range(0, len(on), micro_batch)]
     each = -(-len(batches) // distributed.world())
     first = distributed.rank() * each
     valid = sum(len(batch) for batch in batches[first : first + each])
     for k in range(first, first + each):
         some = batches[min(k, len(batches) - 1)]
-        x_1 = torch.stack([slot.noise(policy.latent_shape) for slot in some])
-        decoded = sample(policy, [slot.prompt.text for slot in some], noise=x_1, steps=steps).cpu()
-        metadata = [slot.prompt.metadata for slot in some]
-        texts = [slot.prompt.text for slot in some]
+        decoded = _images(policy, some, steps)
+        texts, metadata = [slot.prompt.text for slot in some], [slot.prompt.metadata for slot in some]
         require_finite(decoded, texts)
         judged.append(judge(reward, decoded, texts, metadata))
         if watch is not None:
             seen.append(judge(watch, decoded, texts, metadata))
-        images.append(decoded)
+        decoded = decoded if k < len(batches) else decoded[:0]
+        looks.add(decoded)
+        shown.append(decoded[: max(0, keep_images - sum(map(len, shown)))].clone())
+        del decoded  # before the next ones are sampled
         if progress is not None:
             progress(min((k - first + 1) * micro_batch, valid), valid)
-    every = torch.cat(images)[:valid]
     found = _gathered(reward, judged, valid, on, base)
     if watch is not None:
         found = replace(found, watched=_gathered(watch, seen, valid, on, base.watched if base else None))
-    last = distributed.gather(every[-1:])  # of each process that has any: the image before the next one's first
-    before = last[distributed.rank() - 1 if valid else 0]
-    statistics = distributed.gather(image_statistics(every, before)).double().mean(0).tolist()
+    kept = torch.cat(shown)
+    own = kept.new_empty(0, *kept.shape[1:]) if looks.last is None else looks.last[None]
+    last = distributed.gather(own)  # of each process that has any: the image before the next one's first
+    rows = looks.rows(before=last[distributed.rank() - 1 if valid else 0])
+    statistics = distributed.gather(rows).double().mean(0).tolist()
     return replace(
         found,
-        images=to_uint8(distributed.gather(every[:keep_images])[:keep_images]),
+        images=to_uint8(distributed.gather(kept)[:keep_images]),
         statistics=dict(zip(STATISTICS, statistics, strict=True)),
     )
+
+
+def _images(policy: Policy, some: Sequence[Slot], steps: int) -> Tensor:
+    """One image of each slot, float32 ``[B, 3, H, W]`` in [0, 1], on the CPU."""
+    x_1 = torch.stack([slot.noise(policy.latent_shape) for slot in some])
+    return sample(policy, [slot.prompt.text for slot in some], noise=x_1, steps=steps).cpu()
 
 
 def _gathered(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -38,6 +41,53 @@ def image_statistics(images: Tensor, before: Tensor) -> Tensor:
         ],
         dim=1,
     )
+
+
+class Streamed:
+    """The rows of ``image_statistics`` of images that come in batches, of which none but the first and last are kept.
+
+    They are the bits of one call on all images.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._first: Tensor | None = None
+        self._last: Tensor | None = None
+
+    def add(self, images: Tensor) -> None:
+        """The next images, ``[B, 3, H, W]`` in [0, 1]; B may be 0."""
+        if len(images) == 0:
+            return
+        if self._last is None:
+            self._first = self._last = images[0].clone()
+        with _one_thread():
+            self._rows.append(image_statistics(images, self._last))
+        self._last = images[-1].clone()
+
+    @property
+    def last(self) -> Tensor | None:
+        """The image added last, ``[3, H, W]``; None before the first one."""
+        return self._last
+
+    def rows(self, before: Tensor) -> Tensor:
+        """One row for each image, float32 ``[N, 6]``; ``before`` ``[3, H, W]`` is the image before the first."""
+        if self._first is None:
+            return torch.empty(0, len(STATISTICS))
+        with _one_thread():
+            first = image_statistics(self._first[None], before)
+        return torch.cat([first, torch.cat(self._rows)[1:]])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over one large image would be cut among threads, sums over many are not: the rounding must not tell them
+    apart."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def pairwise_diversity(images: Tensor) -> float:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from stepcredit.policies.base import Policy
 from stepcredit.rewards.base import Reward
-from stepcredit.rewards.composite import Composite
 from stepcredit.tasks.base import Prompt
 from stepcredit.training import comparison
 from stepcredit.training.comparison import Design, Floats
-from stepcredit.training.evaluation import Evaluation, Slot, evaluate
+from stepcredit.training.evaluation import Evaluation, Slot
 from stepcredit.training.stats import Interval
-
-PIECE = 512
-"""Images that are held in memory at once."""
 
 
 def slots_of(suite: str, prompts: Sequence[Prompt], images: int) -> list[Slot]:
@@ -35,44 +29,6 @@ def slots_of(suite: str, prompts: Sequence[Prompt], images: int) -> list[Slot]:
         raise ValueError(f"images must be at least 1 a prompt, not {images}")
     keyed = [(prompt, k) for prompt in prompts for k in range(images)]
     return [Slot(number, prompt, ("suite", suite, prompt.text, k)) for number, (prompt, k) in enumerate(keyed)]
-
-
-def evaluate_pieces(
-    policy: Policy,
-    reward: Reward,
-    on: Sequence[Slot],
-    steps: int,
-    micro_batch: int,
-    progress: Callable[[int], None],
-    base: Evaluation | None = None,
-) -> Evaluation:
-    """``evaluate`` piece by piece: thousands of images of 512 pixels would fill the memory.
-
-    Image statistics are means over the pieces. ``progress(done)`` counts images. Raises as ``evaluate``.
-    """
-    size = -(-PIECE // micro_batch) * micro_batch
-    parts: list[Evaluation] = []
-    for start in range(0, len(on), size):
-
-        def told(done: int, _: int, start: int = start) -> None:
-            progress(start + done)
-
-        parts.append(evaluate(policy, reward, on[start : start + size], steps, micro_batch, progress=told))
-    exact = [part.exact for part in parts if part.exact is not None]
-    whole = Evaluation(
-        slots=tuple(on),
-        rewards=torch.cat([part.rewards for part in parts]),
-        exact=torch.cat(exact) if exact else None,
-        images=parts[0].images,
-        statistics={
-            name: sum(part.statistics[name] * len(part.slots) for part in parts) / len(on)
-            for name in parts[0].statistics
-        },
-        components={name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
-    )
-    if isinstance(reward, Composite) and not reward.per_image:
-        return replace(whole, rewards=reward.standardised(whole.components, (base or whole).components))
-    return whole
 
 
 @dataclass(frozen=True)
