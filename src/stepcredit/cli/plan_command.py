@@ -177,6 +177,7 @@ def budget_lines(budget: Budget) -> list[str]:
         "activations": budget.activations_gib,
         "or decoding": budget.decoding_gib,
         "reward": budget.reward_gib,
+        **({"visitors": budget.visitors_gib} if budget.visitors_gib else {}),
     }
     hours = []
     for gpu, peak in PEAK_TFLOPS.items():

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stepcredit.policies.base import Conditioning, Policy, take
 from stepcredit.policies.diffusers_common import PipelineError
+from stepcredit.policies.placement import Placement
 
 if TYPE_CHECKING:
     from stepcredit.policies.diffusers_common import Precision
     from stepcredit.policies.diffusers_policy import DiffusersPolicy
     from stepcredit.policies.lora import LoraSpec
 
-__all__ = ["FAMILIES", "Conditioning", "PipelineError", "Policy", "family_of", "from_pipeline", "take"]
+__all__ = ["FAMILIES", "Conditioning", "PipelineError", "Placement", "Policy", "family_of", "from_pipeline", "take"]
 
 FAMILIES: dict[str, str] = {
     "StableDiffusion3Pipeline": "diffusers_sd3",
@@ -54,6 +55,7 @@ def from_pipeline(
     embedding_cache: str | Path | None = None,
     revision: str | None = None,
     decode_batch: int = 8,
+    placement: Placement | None = None,
 ) -> DiffusersPolicy:
     """A policy of a loaded diffusers pipeline, which it takes over: adapters and dtypes are changed in place.
 
@@ -63,7 +65,9 @@ def from_pipeline(
     or "fp16" for the transformer (``family_of(pipe).precision`` is the published one), None as loaded; velocities,
     adapters and decoding are float32 at least. max_sequence_length: tokens for T5, None as the pipeline's default.
     embedding_cache: folder for text embeddings, keyed by model, ``revision`` and prompt. decode_batch: images decoded
-    at a time. Warns (PolicyWarning) when what is to be trained is distilled or guided.
+    at a time. placement: ``Placement(device)`` keeps autoencoder and text encoders in the CPU's memory while they are
+    idle, and moves the transformer to the device. Warns (PolicyWarning) when what is to be trained is distilled or
+    guided.
     Raises PipelineError for a pipeline of an unknown family or a size that the model cannot make, and LoraError for a
     target that matches no layer; both are ValueErrors.
     """
@@ -86,6 +90,7 @@ def from_pipeline(
         embedding_cache=embedding_cache,
         revision=revision,
         decode_batch=decode_batch,
+        placement=placement,
     )
 
 

@@ -63,7 +63,10 @@ class Flux:
         return common.scheduler_grid(scheduler, steps, None if own else common.falling_sigmas(steps), mu)
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
-        text, pooled, _ = self.pipe.encode_prompt(list(prompts), max_sequence_length=self.max_sequence_length)
+        device = common.device_of(self.pipe.transformer)
+        text, pooled, _ = self.pipe.encode_prompt(
+            list(prompts), device=device, max_sequence_length=self.max_sequence_length
+        )
         return {"text": text, "pooled": pooled}
 
     def predict(self, transformer: Any, x: Tensor, t: Tensor, cond: Conditioning) -> Tensor:

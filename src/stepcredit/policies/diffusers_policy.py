@@ -9,6 +9,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -21,6 +22,7 @@ from stepcredit.policies import diffusers_common as common
 from stepcredit.policies import lora as adapters
 from stepcredit.policies.base import Conditioning
 from stepcredit.policies.embeddings import EmbeddingCache, embed_cached
+from stepcredit.policies.placement import Placement
 
 
 class Family(Protocol):
@@ -94,6 +96,8 @@ class DiffusersPolicy:
     """A frozen copy of the transformer, for full fine-tuning; adapters are switched off instead."""
     trains_base: bool = False
     cache: EmbeddingCache | None = None
+    placement: Placement | None = None
+    """Where the autoencoder and the text encoders wait while they are idle; None where they stay on the device."""
     _negative: Conditioning | None = field(default=None, repr=False)
     _released: bool = False
 
@@ -152,7 +156,8 @@ class DiffusersPolicy:
     @torch.no_grad()
     def decode(self, x_0: Tensor) -> Tensor:
         """Images float32 ``[B, 3, H, W]`` in [0, 1], decoded ``decode_batch`` at a time."""
-        images = torch.cat([self.family.decode(part) for part in full_precision(x_0).split(self.decode_batch)])
+        with self._at_work(["vae"]):
+            images = torch.cat([self.family.decode(part) for part in full_precision(x_0).split(self.decode_batch)])
         return (images.float() * 0.5 + 0.5).clamp(0, 1)
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -188,7 +193,12 @@ class DiffusersPolicy:
                 f"the text encoders were released and prompt {prompts[0]!r} is not in the embedding cache; encode "
                 "every prompt, those of evaluation too, before release_encoders"
             )
-        return self.family.embed(prompts)
+        with self._at_work(self.family.encoders):
+            return self.family.embed(prompts)
+
+    def _at_work(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Parts of the pipeline on the device within the block."""
+        return self.placement.visit(_networks(self.pipe, names)) if self.placement else nullcontext()
 
     def _velocity(self, transformer: Any, x: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
         def predict(x: Tensor, t: Tensor, cond: Conditioning) -> Tensor:
@@ -208,6 +218,7 @@ def build(
     embedding_cache: str | Path | None,
     revision: str | None,
     decode_batch: int,
+    placement: Placement | None = None,
 ) -> DiffusersPolicy:
     """Prepares the pipeline of ``family`` in place and makes it a policy; arguments as in ``from_pipeline``."""
     pipe, transformer = family.pipe, family.pipe.transformer
@@ -221,6 +232,8 @@ def build(
     common.set_precision(pipe, precision)
     if lora is not None:  # a policy that only samples may share the pipeline with one that is being trained
         common.freeze(pipe)
+    if placement is not None:
+        _park(pipe, placement, family.encoders)
     dtype, reference = transformer.dtype, None
     if lora == "full":
         reference = copy.deepcopy(transformer) if reference_copy else None
@@ -239,6 +252,7 @@ def build(
         reference=reference,
         trains_base=lora == "full",
         cache=_cache(family, embedding_cache, revision) if embedding_cache is not None else None,
+        placement=placement,
     )
     if trained:
         for remark in _remarks(policy):
@@ -246,8 +260,28 @@ def build(
     return policy
 
 
+def _park(pipe: Any, placement: Placement, encoders: Iterable[str]) -> None:
+    """Transformer to the device, autoencoder and text encoders to where they wait. PipelineError for a pipeline that
+    moves its parts itself.
+    """
+    hooked = next((name for name, part in pipe.components.items() if getattr(part, "_hf_hook", None) is not None), None)
+    if hooked is not None:
+        raise common.PipelineError(
+            f"the pipeline moves its {hooked} itself (enable_model_cpu_offload or a device map): load it without, or "
+            "leave placement out"
+        )
+    pipe.transformer.to(placement.work)
+    placement.park(_networks(pipe, ["vae"]), scoring=True)
+    placement.park(_networks(pipe, encoders))
+
+
+def _networks(pipe: Any, names: Iterable[str]) -> list[nn.Module]:
+    """Those of the named parts of a pipeline that are there."""
+    return [part for name in names if isinstance(part := getattr(pipe, name), nn.Module)]
+
+
 def _cache(family: Family, folder: str | Path, revision: str | None) -> EmbeddingCache:
-    present = [module for name in family.encoders if isinstance(module := getattr(family.pipe, name), nn.Module)]
+    present = _networks(family.pipe, family.encoders)
     model = str(family.pipe.config.get("_name_or_path") or type(family.pipe).__name__)
     # A model without a pinned revision may change under its name: then the encoders' own weights tell.
     version = revision or common.fingerprint(present)

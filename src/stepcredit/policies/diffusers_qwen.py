@@ -60,7 +60,8 @@ class QwenImage:
         return common.scheduler_grid(self.pipe.scheduler, steps, common.falling_sigmas(steps), mu)
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
-        text, mask = self.pipe.encode_prompt(list(prompts), max_sequence_length=self.max_sequence_length)
+        device = common.device_of(self.pipe.transformer)
+        text, mask = self.pipe.encode_prompt(list(prompts), device=device, max_sequence_length=self.max_sequence_length)
         mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask  # None where none is padded
         return {"text": text, "mask": mask.bool()}
 

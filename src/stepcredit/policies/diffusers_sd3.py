@@ -68,6 +68,7 @@ class StableDiffusion3:
             list(prompts),
             prompt_2=None,
             prompt_3=None,
+            device=common.device_of(self.pipe.transformer),
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

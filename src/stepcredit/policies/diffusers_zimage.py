@@ -56,7 +56,10 @@ class ZImage:
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
         rows, _ = self.pipe.encode_prompt(
-            list(prompts), do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
+            list(prompts),
+            device=common.device_of(self.pipe.transformer),
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
         )
         return {
             "text": common.pad_rows(rows),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,11 @@ class Aesthetic:
             description="LAION aesthetic predictor v2 (sac+logos+ava1, linear); ignores the prompt",
             needs=("stepcredit[diffusers]", CLIP_L.id, "sac+logos+ava1-l14-linearMSE.pth (converted)"),
         )
+
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """What may wait elsewhere while it is idle."""
+        return (self._model,)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:

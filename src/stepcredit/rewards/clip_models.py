@@ -69,6 +69,11 @@ class ClipCosine:
         self._side: int = model.config.vision_config.image_size
         self._length: int = model.config.text_config.max_position_embeddings
 
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """What may wait elsewhere while it is idle."""
+        return (self._model,)
+
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
         """Scores, float32 ``[B]``; NaN for an image that is not finite. Raises RewardError for an empty prompt."""

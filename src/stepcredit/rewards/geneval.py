@@ -57,7 +57,7 @@ class ColourJudge:
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self.model, self._tokenizer = model, tokenizer
         self._heads: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -65,9 +65,9 @@ class ColourJudge:
         """The colour of each object of class ``name`` in a picture uint8 ``[H, W, 3]``."""
         if not objects:
             return []
-        pixels = crop_pictures([cut_out(picture, one) for one in objects], self._model.config.vision_config.image_size)
-        features = self._model.vision_model(pixels.to(self._model.device, self._model.dtype)).pooler_output
-        embedded = functional.normalize(self._model.visual_projection(features).float(), dim=-1)
+        pixels = crop_pictures([cut_out(picture, one) for one in objects], self.model.config.vision_config.image_size)
+        features = self.model.vision_model(pixels.to(self.model.device, self.model.dtype)).pooler_output
+        embedded = functional.normalize(self.model.visual_projection(features).float(), dim=-1)
         best = (embedded @ self._head(name).T).argmax(dim=1)
         return [COLOURS[int(index)] for index in best]
 
@@ -75,11 +75,11 @@ class ColourJudge:
         """One direction per colour ``[10, D]``: templates normalised, averaged and normalised again."""
         if name not in self._heads:
             texts = [template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES]
-            tokens = self._tokenizer(texts, padding=True, return_tensors="pt").to(self._model.device)
-            pooled = self._model.text_model(
+            tokens = self._tokenizer(texts, padding=True, return_tensors="pt").to(self.model.device)
+            pooled = self.model.text_model(
                 input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
             ).pooler_output
-            embedded = functional.normalize(self._model.text_projection(pooled).float(), dim=-1)
+            embedded = functional.normalize(self.model.text_projection(pooled).float(), dim=-1)
             mean = embedded.unflatten(0, (len(COLOURS), len(TEMPLATES))).mean(dim=1)
             self._heads[name] = functional.normalize(mean, dim=-1)
         return self._heads[name]
@@ -141,6 +141,11 @@ class GenEval:
             needs=("stepcredit[diffusers]", "tsbpp/geneval_mask2former (converted)", CLIP_L.id),
             batch_size=8,
         )
+
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """What may wait elsewhere while it is idle."""
+        return (self._detector, self._colour.model)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
         """Scores, float32 ``[B]``; NaN for an image that is not finite. Raises RewardError for unusable metadata."""

@@ -119,6 +119,11 @@ class ImageReward:
             needs=("stepcredit[diffusers]", "zai-org/ImageReward (converted)", TOKENIZER.id),
         )
 
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """What may wait elsewhere while it is idle."""
+        return (self._model,)
+
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
         """Scores, float32 ``[B]``; NaN for an image that is not finite. Raises RewardError for an empty prompt."""

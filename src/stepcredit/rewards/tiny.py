@@ -26,6 +26,11 @@ class TinyPickscore:
         self._score = _random_clip_score()
         self.info = self._score.info
 
+    @property
+    def networks(self) -> tuple[Any, ...]:
+        """What may wait elsewhere while it is idle."""
+        return self._score.networks
+
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> Tensor:
         """Scores, float32 ``[B]``."""
         return self._score(images, prompts, metadata)

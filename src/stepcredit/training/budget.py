@@ -62,6 +62,8 @@ class Budget:
     activations_gib: float
     decoding_gib: float
     reward_gib: float
+    visitors_gib: float
+    """Of networks that come to the GPU for their use alone, those that decode and judge; 0 without ``offload``."""
     peak_gib: float
     forward_tflop: float
     """One velocity, with its unconditional half where there is one."""
@@ -101,7 +103,8 @@ def budget(
     released = recipe.embedding_cache is not None
     encoders = 0.0 if released else encoder_parameters * width
     vae = sum(p.numel() for p in policy.pipe.vae.parameters()) * 4
-    weights = (copies * parameters * width / shards + encoders + vae) / GIB
+    idle = recipe.offload == "idle"
+    weights = (copies * parameters * width / shards + (0.0 if idle else encoders + vae)) / GIB
     full = recipe.tuning == "full"
     held = trained / (shards if full else 1)
     gradient = 8 if held <= LARGEST_IN_FLOAT64 else 4
@@ -116,9 +119,12 @@ def budget(
     decoding = 256 * pixels * 4 * 4 * min(recipe.decode_batch, recipe.micro_batch) / GIB  # four maps of 256 channels
     judges = (recipe.reward or tasks.get(recipe.task).reward, recipe.watch)
     reward = sum(REWARD_GIB.get(name, 0.0) for name in judges if name)
-    loading = (copies * parameters * width + encoder_parameters * width + vae) / GIB
-    busy = activations + decoding if retain else max(activations, decoding)  # images are decoded with graphs alive
-    peak = max(weights + state + reward + trajectories + busy, loading) * _SLACK + _CONTEXT_GIB
+    loading = (copies * parameters * width + encoder_parameters * width + (0.0 if idle else vae)) / GIB
+    visitors = vae / GIB + reward if idle else 0.0
+    resting = 0.0 if idle else reward
+    scoring = max(decoding + visitors, encoders / GIB if idle else 0.0)  # prompts are encoded before, not meanwhile
+    busy = activations + scoring if retain else max(activations, scoring)  # images are decoded with graphs alive
+    peak = max(weights + state + resting + trajectories + busy, loading) * _SLACK + _CONTEXT_GIB
 
     forward, decode = operations(policy, recipe)
     backward = forward * (_BACKWARD.get(family, 1.2) if not full else 2.0)
@@ -136,7 +142,8 @@ def budget(
         trajectories_gib=trajectories,
         activations_gib=activations,
         decoding_gib=decoding,
-        reward_gib=reward,
+        reward_gib=resting,
+        visitors_gib=visitors,
         peak_gib=peak,
         forward_tflop=forward,
         trained_tflop=one,
@@ -172,8 +179,8 @@ def check_memory(needed: Budget, device: torch.device) -> None:
     if needed.peak_gib > available:
         raise UserError(
             f"this recipe needs about {needed.peak_gib:.0f} GiB and {torch.cuda.get_device_name(device)} has "
-            f"{available:.0f}: lower micro_batch or decode_batch, set gradient_checkpointing or embedding_cache, leave "
-            "replay at recompute, or set check_memory: false to try all the same "
+            f"{available:.0f}: lower micro_batch or decode_batch, set gradient_checkpointing, embedding_cache or "
+            "offload, leave replay at recompute, or set check_memory: false to try all the same "
             "(docs/troubleshooting.md#out-of-memory)"
         )
 

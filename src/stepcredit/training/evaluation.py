@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stepcredit import noise
 from stepcredit.policies.base import Policy
+from stepcredit.policies.placement import at_hand
 from stepcredit.rewards.base import Judgement, Reward, join, judge, require_finite, to_uint8
 from stepcredit.rewards.composite import Composite
 from stepcredit.sampling import sample
@@ -184,20 +185,21 @@ def evaluate(
     each = -(-len(batches) // distributed.world())
     first = distributed.rank() * each
     valid = sum(len(batch) for batch in batches[first : first + each])
-    for k in range(first, first + each):
-        some = batches[min(k, len(batches) - 1)]
-        decoded = _images(policy, some, steps)
-        texts, metadata = [slot.prompt.text for slot in some], [slot.prompt.metadata for slot in some]
-        require_finite(decoded, texts)
-        judged.append(judge(reward, decoded, texts, metadata))
-        if watch is not None:
-            seen.append(judge(watch, decoded, texts, metadata))
-        decoded = decoded if k < len(batches) else decoded[:0]
-        looks.add(decoded)
-        shown.append(decoded[: max(0, keep_images - sum(map(len, shown)))].clone())
-        del decoded  # before the next ones are sampled
-        if progress is not None:
-            progress(min((k - first + 1) * micro_batch, valid), valid)
+    with at_hand(policy):
+        for k in range(first, first + each):
+            some = batches[min(k, len(batches) - 1)]
+            decoded = _images(policy, some, steps)
+            texts, metadata = [slot.prompt.text for slot in some], [slot.prompt.metadata for slot in some]
+            require_finite(decoded, texts)
+            judged.append(judge(reward, decoded, texts, metadata))
+            if watch is not None:
+                seen.append(judge(watch, decoded, texts, metadata))
+            decoded = decoded if k < len(batches) else decoded[:0]
+            looks.add(decoded)
+            shown.append(decoded[: max(0, keep_images - sum(map(len, shown)))].clone())
+            del decoded  # before the next ones are sampled
+            if progress is not None:
+                progress(min((k - first + 1) * micro_batch, valid), valid)
     found = _gathered(reward, judged, valid, on, base)
     if watch is not None:
         found = replace(found, watched=_gathered(watch, seen, valid, on, base.watched if base else None))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from stepcredit.policies.placement import at_hand
 from stepcredit.rewards.base import Judgement, join, judge, require_finite
 from stepcredit.rewards.composite import Composite
 from stepcredit.tasks import Prompt
@@ -37,7 +38,7 @@ def judge_latents(parts: Setup, x_0: Tensor, asked: list[Prompt], of: Tensor) ->
     width = int(getattr(reward, "concurrent", 1))
     done: list[Judgement] = []
     waiting: deque[Future[Judgement]] = deque()
-    with ThreadPoolExecutor(width) as pool:
+    with at_hand(parts.policy), ThreadPoolExecutor(width) as pool:
         for start in range(0, len(asked), size):
             some = slice(start, start + size)
             images = torch.cat([parts.policy.decode(part).cpu() for part in x_0[some].split(parts.recipe.micro_batch)])

@@ -20,6 +20,7 @@ from stepcredit.policies.base import Policy
 from stepcredit.policies.desk import DeskPolicy
 from stepcredit.policies.diffusers_common import DTYPES, PipelineError, PolicyWarning
 from stepcredit.policies.lora import LoraSpec
+from stepcredit.policies.placement import Placement
 from stepcredit.training import architectures
 from stepcredit.training.architectures import Blueprint
 from stepcredit.training.recipe import Recipe
@@ -28,7 +29,7 @@ TINY = "tiny:"
 """Prefix of a rehearsal's model: ``tiny:sd3`` is a tiny random pipeline of the family ``sd3``."""
 DESK_REFUSES = (
     *("revision", "resolution", "guidance_scale", "max_sequence_length", "tuning", "lora_rank", "lora_alpha"),
-    *("lora_targets", "precision", "gradient_checkpointing", "shard", "decode_batch", "embedding_cache"),
+    *("lora_targets", "precision", "gradient_checkpointing", "shard", "decode_batch", "embedding_cache", "offload"),
 )
 """Keys that mean nothing to a desk model."""
 RESOLUTION = 512
@@ -73,12 +74,27 @@ def sketch(recipe: Recipe) -> Policy:
         return _policy(recipe, blueprint(recipe).build(), cache=False)
 
 
-def load_policy(recipe: Recipe, device: torch.device | None = None) -> Policy:
-    """The base model that a recipe starts from, on the device. Raises UserError, ValueError or OSError if it cannot."""
+def load_policy(recipe: Recipe, device: torch.device | None = None, place: Placement | None = None) -> Policy:
+    """The base model that a recipe starts from, on the device; with ``offload`` its idle parts are placed by ``place``,
+    one of its own by default. Raises UserError, ValueError or OSError if it cannot.
+    """
     if is_desk(recipe):
         return _desk(recipe)
+    device = device or torch.device("cpu")
+    place = place or placement(recipe, device)
     pipe = _tiny(recipe) if is_tiny(recipe) else _pipeline(recipe)
-    return _policy(recipe, pipe.to(device or torch.device("cpu")))
+    return _policy(recipe, pipe if place else pipe.to(device), place=place)
+
+
+def placement(recipe: Recipe, device: torch.device) -> Placement | None:
+    """Where the idle networks of a recipe wait; None without ``offload``. Raises UserError where nothing is gained."""
+    if recipe.offload == "none":
+        return None
+    if device.type == "cpu" and not is_tiny(recipe):
+        raise UserError(
+            "offload 'idle' moves idle networks from a GPU to the CPU's memory, and the device is the CPU: leave it out"
+        )
+    return Placement(device)
 
 
 def locate(recipe: Recipe) -> None:
@@ -117,7 +133,7 @@ def _desk(recipe: Recipe) -> DeskPolicy:
     return DeskPolicy.pretrained(spec) if spec in desk.LANGUAGES else DeskPolicy.load(Path(spec))
 
 
-def _policy(recipe: Recipe, pipe: Any, cache: bool = True) -> Policy:
+def _policy(recipe: Recipe, pipe: Any, cache: bool = True, place: Placement | None = None) -> Policy:
     size = recipe.resolution or RESOLUTION
     spec = LoraSpec(recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets, recipe.seed)
     return policies.from_pipeline(
@@ -133,6 +149,7 @@ def _policy(recipe: Recipe, pipe: Any, cache: bool = True) -> Policy:
         embedding_cache=cache_folder(recipe) if cache else None,
         revision=recipe.revision,
         decode_batch=recipe.decode_batch,
+        placement=place,
     )
 
 

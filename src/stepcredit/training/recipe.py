@@ -70,6 +70,9 @@ class Recipe(BaseModel):
     embedding_cache: str | None = Field(None, min_length=1)
     """Folder of text embeddings, `auto` for the user's cache; prompts are encoded once, then the encoders are freed."""
 
+    offload: Literal["none", "idle"] = "none"
+    """`idle`: autoencoder, text encoders and reward networks wait in the CPU's memory until the GPU needs them."""
+
     # The batch: three numbers, everything else follows
     prompts_per_iteration: int = Field(8, ge=1)
     """Prompts (groups) of one rollout."""
@@ -259,7 +262,7 @@ class Recipe(BaseModel):
 MAY_CHANGE = frozenset(
     {"shard", "iterations", "eval_every", "eval_prompts_during", "checkpoint_every", "keep_checkpoints", "tracker"}
     | {"replay", "max_skips", "max_kl", "max_ratio_deviation", "max_reward_drop", "max_watch_drop", "patience"}
-    | {"max_image_drift"}
+    | {"max_image_drift", "offload"}
 )
 """Keys that a resumed run may change, since they do not alter the iterations already made."""
 

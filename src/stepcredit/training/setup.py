@@ -16,6 +16,7 @@ from stepcredit.policies.base import Policy, take
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
 from stepcredit.rewards.base import Reward, RewardInfo, SelfTest
 from stepcredit.rewards.meter import metered
+from stepcredit.rewards.parked import parked
 from stepcredit.rollout import Groups, Layout, Velocity
 from stepcredit.tasks import Prompt
 from stepcredit.training import cells, distributed, models
@@ -132,6 +133,7 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         if not weights and needed is not None:
             watched = _named(recipe.watch) if recipe.watch else None
             return Setup(recipe, policy, _named(name), kernel, step_weights, (), (), (), cost, watched, needed)
+        place = models.placement(recipe, device) if needed is not None else None
         if needed is not None:
             if recipe.check_memory:
                 check_memory(needed, device)
@@ -139,10 +141,10 @@ def setup(recipe: Recipe, weights: bool = True) -> Setup:
         train, heldout = tasks.prompts_of(
             task, recipe.train_prompts, recipe.heldout_prompts, practice=models.is_tiny(recipe)
         )
-        reward = metered(rewards.get(name, **recipe.reward_options), recipe.reward_cache)
-        watch = metered(rewards.get(recipe.watch, **recipe.watch_options)) if recipe.watch else None
+        reward = metered(parked(rewards.get(name, **recipe.reward_options), place), recipe.reward_cache)
+        watch = metered(parked(rewards.get(recipe.watch, **recipe.watch_options), place)) if recipe.watch else None
         if needed is not None:
-            policy = models.load_policy(recipe, device)
+            policy = models.load_policy(recipe, device, place)
         policy.encode([prompt.text for prompt in (*train[:1], *heldout[:1])])
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
