@@ -35,6 +35,7 @@ def test_names_are_complete_and_importing_them_is_light() -> None:
             "composite",
             "tiny_pickscore",
             "tiny_ocr",
+            "tiny_geneval",
         ),
     }
     assert set(names()) == expected

@@ -32,13 +32,17 @@ class Instance:
     """bool ``[H, W]``."""
 
 
-def resized(height: int, width: int) -> tuple[int, int]:
-    """Height and width after scaling the short side to 800 unless the long one would exceed 1333."""
-    scale = min(LONG / max(height, width), SHORT / min(height, width))
+def resized(height: int, width: int, short: int | None = None) -> tuple[int, int]:
+    """Height and width after scaling the short side to 800 unless the long one would exceed 1333.
+
+    ``short`` in place of 800 scales the two limits alike.
+    """
+    least = short or SHORT
+    scale = min(LONG * (least / SHORT) / max(height, width), least / min(height, width))
     return int(height * scale + 0.5), int(width * scale + 0.5)
 
 
-def network_input(images: Tensor, channel_order: ChannelOrder = "official") -> Tensor:
+def network_input(images: Tensor, channel_order: ChannelOrder = "official", short: int | None = None) -> Tensor:
     """Images ``[B, 3, H, W]`` in [0, 1] -> normalised float32 ``[B, 3, h, w]``, padded with zeros to multiples of 32.
 
     Bilinear without antialiasing on 8-bit values, as the detector was trained. ``flow_grpo`` hands it pictures with
@@ -47,14 +51,19 @@ def network_input(images: Tensor, channel_order: ChannelOrder = "official") -> T
     pixels = to_uint8(images).permute(0, 3, 1, 2).float()
     if channel_order == "flow_grpo":
         pixels = pixels.flip(1)
-    height, width = resized(*pixels.shape[-2:])
+    height, width = resized(pixels.shape[-2], pixels.shape[-1], short)
     pixels = functional.interpolate(pixels, (height, width), mode="bilinear", align_corners=False).round()
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     return functional.pad((pixels - mean) / std, (0, -width % MULTIPLE, 0, -height % MULTIPLE))
 
 
 def instances(
-    class_logits: Tensor, mask_logits: Tensor, size: tuple[int, int], least: float = 0.0, top: int = 100
+    class_logits: Tensor,
+    mask_logits: Tensor,
+    size: tuple[int, int],
+    least: float = 0.0,
+    top: int = 100,
+    short: int | None = None,
 ) -> list[Instance]:
     """Objects of one picture of ``size`` (height, width), surest class first.
 
@@ -73,7 +82,7 @@ def instances(
     for probability, index in pairs:
         query, label = divmod(index, classes)
         if query not in masks:
-            masks[query] = _to_picture(mask_logits[query], size)
+            masks[query] = _to_picture(mask_logits[query], size, short)
         logits = masks[query]
         mask = logits > 0
         if not bool(mask.any()):
@@ -86,9 +95,9 @@ def instances(
     return found
 
 
-def _to_picture(logits: Tensor, size: tuple[int, int]) -> Tensor:
+def _to_picture(logits: Tensor, size: tuple[int, int], short: int | None) -> Tensor:
     """Mask logits ``[h, w]`` over the padded input -> ``[H, W]`` over the picture: upsample, crop, resample."""
-    height, width = resized(*size)
+    height, width = resized(size[0], size[1], short)
     padded = (height + -height % MULTIPLE, width + -width % MULTIPLE)
     full = functional.interpolate(logits.float()[None, None], padded, mode="bilinear", align_corners=False)
     return functional.interpolate(full[:, :, :height, :width], size, mode="bilinear", align_corners=False)[0, 0]
@@ -96,10 +105,17 @@ def _to_picture(logits: Tensor, size: tuple[int, int]) -> Tensor:
 
 @torch.no_grad()
 def detect(
-    model: Any, images: Tensor, channel_order: ChannelOrder = "official", least: float = 0.0
+    model: Any,
+    images: Tensor,
+    channel_order: ChannelOrder = "official",
+    least: float = 0.0,
+    short: int | None = None,
 ) -> list[list[Instance]]:
-    """Objects in each of the images ``[B, 3, H, W]``; ``model`` is a Mask2FormerForUniversalSegmentation."""
+    """Objects in each of the images ``[B, 3, H, W]``; ``model`` is a Mask2FormerForUniversalSegmentation.
+
+    ``short``: the short side of what the model is shown, 800 by default.
+    """
     height, width = images.shape[-2:]
-    output = model(pixel_values=network_input(images, channel_order).to(model.device, model.dtype))
+    output = model(pixel_values=network_input(images, channel_order, short).to(model.device, model.dtype))
     pairs = zip(output.class_queries_logits, output.masks_queries_logits, strict=True)
-    return [instances(classes, masks, (height, width), least) for classes, masks in pairs]
+    return [instances(classes, masks, (height, width), least, short=short) for classes, masks in pairs]

@@ -29,6 +29,7 @@ Mode = Literal["official", "strict", "flow_grpo"]
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 BACKGROUND = 0x99
+FOREIGN = "an independently trained detector, not GenEval's scores"
 
 
 @dataclass(frozen=True)
@@ -94,44 +95,25 @@ def cut_out(picture: NDArray[np.uint8], instance: Instance) -> Image.Image:
 class GenEval:
     """Whether the image shows the objects, counts, colours and places that the metadata asks for.
 
-    ``mode``: ``official`` (0 or 1, at least the asked count; the published benchmark), ``strict`` (exactly the asked
-    count) or ``flow_grpo`` (partial credit in [0, 1]; ``reproduce_bug`` gives the published code's slips as well).
-    ``channel_order``: ``flow_grpo`` shows the detector red and blue exchanged, as the published servers do.
-    ``weights``: a folder converted from GenEval's own detector (the default), or another Mask2Former such as
-    facebook/mask2former-swin-small-coco-instance, which was trained independently: its scores are not GenEval's, and
-    ``info`` says so. ``clip`` and ``tokenizer``: the colour model. RewardError when weights are absent.
+    ``detector`` is a ``transformers.Mask2FormerForUniversalSegmentation``, shown pictures with a short side of
+    ``short`` pixels, 800 by default; ``origin`` says whose it is. The rest is as in :func:`geneval`. Raises ValueError
+    for settings that do not fit together.
     """
 
     def __init__(
         self,
+        detector: Any,
+        colour: ColourJudge,
         mode: Mode = "official",
         channel_order: ChannelOrder = "official",
         reproduce_bug: bool = False,
-        weights: str | Path | None = None,
-        revision: str | None = None,
-        clip: str | Path | None = None,
-        tokenizer: str | Path | None = None,
-        device: str | None = None,
+        origin: str = FOREIGN,
+        short: int | None = None,
     ) -> None:
-        if mode not in ("official", "strict", "flow_grpo"):
-            raise ValueError(f"geneval: mode must be 'official', 'strict' or 'flow_grpo'; got {mode!r}")
-        if channel_order not in ("official", "flow_grpo"):
-            raise ValueError(f"geneval: channel_order must be 'official' or 'flow_grpo'; got {channel_order!r}")
-        if reproduce_bug and mode != "flow_grpo":
-            raise ValueError(f"geneval: reproduce_bug belongs to mode 'flow_grpo'; got mode {mode!r}")
+        _check_settings(mode, channel_order, reproduce_bug)
         self.mode, self.channel_order, self.reproduce_bug = mode, channel_order, reproduce_bug
-        source = resolve(weights, revision, cache_folder("geneval"))
-        weights_module.need_converted("geneval", source)
-        where = pick_device(device)
-        self._detector = weights_module.model(
-            "geneval", "Mask2FormerForUniversalSegmentation", source, where, unused=UNUSED
-        )
-        colour_source = resolve(clip, None, CLIP_L)
-        colour_model = weights_module.model("geneval", "CLIPModel", colour_source, where)
-        self._colour = ColourJudge(colour_model, clip_tokenizer("geneval", tokenizer, colour_source, CLIP_L))
-        self.classes = class_names(self._detector.config.id2label)
-        exact = isinstance(source, Path) and _came_from_geneval(source)
-        origin = "GenEval's own detector" if exact else "an independently trained detector, not GenEval's scores"
+        self._detector, self._colour, self._short = detector, colour, short
+        self.classes = class_names(detector.config.id2label)
         order = ", red and blue exchanged" if channel_order == "flow_grpo" else ""
         self.info = RewardInfo(
             name="geneval",
@@ -171,7 +153,7 @@ class GenEval:
 
     def objects(self, images: Tensor, metadata: Sequence[Metadata]) -> list[list[Object]]:
         """The objects that count in each image, surest first; colours are named where the metadata asks for one."""
-        found = detect(self._detector, images, self.channel_order, least=rules.CONFIDENCE)
+        found = detect(self._detector, images, self.channel_order, least=rules.CONFIDENCE, short=self._short)
         pictures = to_uint8(images).numpy()
         return [self._judged(*each) for each in zip(pictures, found, metadata, strict=True)]
 
@@ -211,9 +193,51 @@ class GenEval:
         return SelfTest(good=sign, bad=grey, prompt="a photo of a stop sign", metadata=metadata)
 
 
+def geneval(
+    mode: Mode = "official",
+    channel_order: ChannelOrder = "official",
+    reproduce_bug: bool = False,
+    weights: str | Path | None = None,
+    revision: str | None = None,
+    clip: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    device: str | None = None,
+) -> GenEval:
+    """GenEval with its own detector, or another.
+
+    ``mode``: ``official`` (0 or 1, at least the asked count; the published benchmark), ``strict`` (exactly the asked
+    count) or ``flow_grpo`` (partial credit in [0, 1]; ``reproduce_bug`` gives the published code's slips as well).
+    ``channel_order``: ``flow_grpo`` shows the detector red and blue exchanged, as the published servers do.
+    ``weights``: a folder converted from GenEval's own detector (the default), or another Mask2Former such as
+    facebook/mask2former-swin-small-coco-instance, which was trained independently: its scores are not GenEval's, and
+    ``info`` says so. ``clip`` and ``tokenizer``: the colour model. RewardError when weights are absent.
+    """
+    _check_settings(mode, channel_order, reproduce_bug)
+    source = resolve(weights, revision, cache_folder("geneval"))
+    weights_module.need_converted("geneval", source)
+    where = pick_device(device)
+    detector = weights_module.model("geneval", "Mask2FormerForUniversalSegmentation", source, where, unused=UNUSED)
+    colour_source = resolve(clip, None, CLIP_L)
+    colour_model = weights_module.model("geneval", "CLIPModel", colour_source, where)
+    colour = ColourJudge(colour_model, clip_tokenizer("geneval", tokenizer, colour_source, CLIP_L))
+    exact = isinstance(source, Path) and _came_from_geneval(source)
+    origin = "GenEval's own detector" if exact else FOREIGN
+    return GenEval(detector, colour, mode, channel_order, reproduce_bug, origin)
+
+
 def partial(weights: str | Path | None = None, clip: str | Path | None = None, device: str | None = None) -> GenEval:
     """GenEval with Flow-GRPO's partial credit in [0, 1], which training needs: most images earn something."""
-    return GenEval(mode="flow_grpo", weights=weights, clip=clip, device=device)
+    return geneval(mode="flow_grpo", weights=weights, clip=clip, device=device)
+
+
+def _check_settings(mode: str, channel_order: str, reproduce_bug: bool) -> None:
+    """Raises ValueError for settings that are unknown or do not fit together."""
+    if mode not in ("official", "strict", "flow_grpo"):
+        raise ValueError(f"geneval: mode must be 'official', 'strict' or 'flow_grpo'; got {mode!r}")
+    if channel_order not in ("official", "flow_grpo"):
+        raise ValueError(f"geneval: channel_order must be 'official' or 'flow_grpo'; got {channel_order!r}")
+    if reproduce_bug and mode != "flow_grpo":
+        raise ValueError(f"geneval: reproduce_bug belongs to mode 'flow_grpo'; got mode {mode!r}")
 
 
 def class_names(id2label: Mapping[int, str]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ _BUILT_IN = {
     "aesthetic": "stepcredit.rewards.aesthetic:Aesthetic",
     "imagereward": "stepcredit.rewards.imagereward:ImageReward",
     "hpsv2.1": "stepcredit.rewards.hps:hpsv21",
-    "geneval": "stepcredit.rewards.geneval:GenEval",
+    "geneval": "stepcredit.rewards.geneval:geneval",
     "geneval_partial": "stepcredit.rewards.geneval:partial",
     "vlm_yes_no": "stepcredit.rewards.vlm:vlm_yes_no",
     "unified_reward": "stepcredit.rewards.unified:UnifiedReward",
@@ -37,6 +37,7 @@ _BUILT_IN = {
     "composite": "stepcredit.rewards.composite:composite",
     "tiny_pickscore": "stepcredit.rewards.tiny:TinyPickscore",
     "tiny_ocr": "stepcredit.rewards.tiny:TinyOcr",
+    "tiny_geneval": "stepcredit.rewards.tiny:TinyGenEval",
 }
 _registered: dict[str, Factory] = {}
 

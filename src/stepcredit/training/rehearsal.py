@@ -33,6 +33,8 @@ STAND_INS = {
     "pickscore": "tiny_pickscore",
     "clip_l14_cos": "tiny_pickscore",
     "ocr": "tiny_ocr",
+    "geneval": "tiny_geneval",
+    "geneval_partial": "tiny_geneval",
     "jpeg_size": "jpeg_size",
 }
 """Reward -> its stand-in; all others are replaced by ``jpeg_size``."""
