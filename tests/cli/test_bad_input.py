@@ -1,8 +1,11 @@
 """Bad input: one clear sentence, exit code 2, nothing written."""
 
 import pytest
+import torch
 
 from stepcredit.cli import main
+from stepcredit.policies.desk import DeskPolicy
+from stepcredit.rewards import FunctionReward, RewardInfo, SelfTest, registry
 from stepcredit.training import recipe as recipes
 
 SMALL = ["--prompts-per-iteration", "2", "--group-size", "4", "--micro-batch", "4", "--eval-prompts", "12",
@@ -97,6 +100,42 @@ def test_an_existing_run_is_never_overwritten(capsys, tmp_path):
 
 def test_resuming_what_is_not_a_run(capsys, tmp_path):
     assert "no run" in refused(capsys, "train", "--resume", "nothing", "--out", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("broken", "words", "begun"),
+    [
+        (lambda images: images.flatten(1).mean(1)[:-1], ["'mine'", "shape (1,) for 2 images"], False),
+        (lambda images: [1] * (len(images) + 2), ["'mine'", "shape (4,) for 2 images"], False),
+        (lambda images: torch.full((len(images),), float("nan")), ["'mine'", "FAILS its self-test", "nan"], False),
+        (lambda images: torch.full((len(images),), float("inf")), ["'mine'", "infinite for sample 0"], False),
+        (lambda images: torch.zeros(len(images)), ["'mine'", "FAILS its self-test", "good 0, bad 0"], False),
+        # right on its own pair, and then not
+        (
+            lambda images: torch.where(images.flatten(1).mean(1) == 1, 1.0, 0.5),
+            ["'mine'", "gave 0.5", "constant"],
+            True,
+        ),
+        (
+            lambda images: torch.where(images.flatten(1).std(1) == 0, images.flatten(1).mean(1), float("nan")),
+            ["'mine'", "NaN for", "on_reward_failure: drop"],
+            True,
+        ),
+    ],
+    ids=["short", "long", "nan", "infinite", "constant", "constant later", "nan later"],
+)
+def test_a_reward_that_breaks_its_contract(capsys, tmp_path, monkeypatch, broken, words, begun):
+    test = SelfTest(torch.ones(3, 4, 4), torch.zeros(3, 4, 4), "x", {})
+    info = RewardInfo("mine", (0.0, 1.0), "own", "broken")
+    reward = FunctionReward(info, lambda images, prompts, metadata: broken(images), test)
+    monkeypatch.setitem(registry._registered, "mine", lambda: reward)
+    policy = DeskPolicy.initial("compose", seed=1, hidden=16, depth=1, heads=2)
+    policy.save(tmp_path / "tiny.safetensors")
+    flags = ["--model", str(tmp_path / "tiny.safetensors"), "--reward", "mine", "--out", str(tmp_path / "runs"), *SMALL]
+    line = refused(capsys, "train", "compose-stepwise", *flags, "--quiet")
+    for word in words:
+        assert word in line
+    assert (tmp_path / "runs").exists() == begun
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "check", "recipes", "sample", "eval", "pretrain", "export"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -27,6 +27,8 @@ class Export:
     """Folder to write; it must be empty or absent."""
     from_peft: Path | None = None
     """Folder of PEFT's save_pretrained to convert to a LoRA of diffusers."""
+    model: str | None = None
+    """With --from-peft: hub id or folder of the pipeline that the adapter must fit; its weights are not needed."""
     out: Path = Path("runs")
     """Folder that holds the runs."""
     weights: Literal["ema", "last"] = "ema"
@@ -42,13 +44,15 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("give a run to export, or --from-peft and a folder, and not both")
     if args.to is None:
         raise UserError("name the folder to write: --to FOLDER")
+    if args.model is not None and args.from_peft is None:
+        raise UserError("--model belongs to --from-peft: a run knows its own model")
     out = console()
     if args.from_peft is not None:
         from stepcredit.policies import lora_files
 
         if args.to.exists() and (not args.to.is_dir() or any(args.to.iterdir())):
             raise UserError(f"{str(args.to)!r} exists and is not empty; nothing is overwritten: give another --to")
-        path = lora_files.convert_peft(args.from_peft, args.to)
+        path = lora_files.convert_peft(args.from_peft, args.to, _transformer(args.model) if args.model else None)
         adapter = lora_files.read(path)
         out.print(f"wrote {path}: rank {adapter.rank}, alpha {adapter.alpha:g}, {len(adapter.modules)} layers")
         out.print(f'open it with: pipe.load_lora_weights("{args.to}")')
@@ -61,3 +65,14 @@ def run(argv: Sequence[str]) -> int:
         out.print(f"wrote {path}")
     out.print(f"opened again and compared: largest difference of an image {made.difference:.1e} ({made.dtype})")
     return 0
+
+
+def _transformer(model: str) -> Any:
+    """The transformer of a pipeline on the meta device: shapes without weights. Raises UserError."""
+    from stepcredit.training import models
+    from stepcredit.training import recipe as recipes
+
+    recipe = recipes.build({"model": model}, "the command line")
+    if models.is_desk(recipe):
+        raise UserError(f"--model {model!r} is a desk model, which takes no adapters; name a pipeline")
+    return models.blueprint(recipe).build().transformer

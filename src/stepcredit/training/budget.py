@@ -20,7 +20,7 @@ from stepcredit.ledger import Ledger
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
 from stepcredit.rollout import Layout
 from stepcredit.scoring import ScoringPlan
-from stepcredit.training import distributed
+from stepcredit.training import distributed, room
 from stepcredit.training.gradients import LARGEST_IN_FLOAT64
 from stepcredit.training.holding import peak_bytes
 from stepcredit.training.recipe import Recipe
@@ -172,17 +172,19 @@ def operations(policy: DiffusersPolicy, recipe: Recipe) -> tuple[float, float]:
 
 
 def check_memory(needed: Budget, device: torch.device) -> None:
-    """Raises UserError if a GPU has less memory than the run is estimated to need; does nothing without one."""
-    if device.type != "cuda":
+    """Raises UserError if the device has less free memory than the run is estimated to need, where it can be known."""
+    free = room.available(device)
+    if free is None or needed.peak_gib <= free / GIB:
         return
-    available = torch.cuda.get_device_properties(device).total_memory / GIB
-    if needed.peak_gib > available:
-        raise UserError(
-            f"this recipe needs about {needed.peak_gib:.0f} GiB and {torch.cuda.get_device_name(device)} has "
-            f"{available:.0f}: lower micro_batch or decode_batch, set gradient_checkpointing, embedding_cache or "
-            "offload, leave replay at recompute, or set check_memory: false to try all the same "
-            "(docs/troubleshooting.md#out-of-memory)"
-        )
+    if device.type == "cuda":
+        where, remedy = torch.cuda.get_device_name(device), "embedding_cache or offload"
+    else:
+        where, remedy = "this machine's CPU", "embedding_cache"
+    raise UserError(
+        f"this recipe needs about {needed.peak_gib:.0f} GiB and {where} has {free / GIB:.0f} free: lower micro_batch "
+        f"or decode_batch, set gradient_checkpointing, {remedy}, leave replay at recompute, or set check_memory: false "
+        "to try all the same; `train --rehearse` runs it on a tiny pipeline"
+    )
 
 
 def _activations(recipe: Recipe, policy: DiffusersPolicy, family: str, parameters: int, width: int) -> float:

@@ -199,7 +199,7 @@ class Recipe(BaseModel):
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`."""
     check_memory: bool = True
-    """Refuse to load a pipeline that by `plan`'s estimate needs more memory than the GPU has."""
+    """Refuse to load a pipeline that by `plan`'s estimate needs more memory than the device has free."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
