@@ -105,6 +105,14 @@ def test_too_little_memory_on_a_gpu(refused, monkeypatch):
     assert "offload" in said
 
 
+def test_what_torch_keeps_of_a_gpu_for_later_is_free(monkeypatch):
+    """An earlier run of the same process (compare, audit) leaves blocks behind that the next one takes."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+    assert room.available(torch.device("cuda")) == 15 * GIB
+
+
 def test_what_is_free_is_what_the_container_leaves(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 2048 kB\n")
     monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")

@@ -14,7 +14,8 @@ def available(device: torch.device) -> int | None:
     """Bytes that may still be taken: of a GPU what is free, of the CPU what is available to this process; None where
     that cannot be found out."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     if device.type != "cpu":
         return None
     known = [size for size in (_of_the_machine(), _of_the_container()) if size is not None]
