@@ -52,6 +52,9 @@ RUN: dict[str, str] = {
     "stepcredit recipes copy compose-stepwise mine.yaml": "",
     "stepcredit export runs/compose-stepwise --to mine": "",
     "stepcredit pretrain compose --to mine.safetensors": "--steps 2",
+    "stepcredit train prefer-stepwise": TINY,
+    "stepcredit train prefer-uniform": TINY,
+    "stepcredit train prefer-turning-point": TINY,
     "torchrun --nproc_per_node 2 -m stepcredit train compose-stepwise": TINY,
     # a reward of one's own
     "python redness.py check compose-stepwise --reward redness": TINY,
@@ -108,6 +111,7 @@ CANNOT_RUN: dict[str, str] = {
     "stepcredit data get ocr": "needs a network",
     "stepcredit pretrain compose --to compose.safetensors": "as to mine.safetensors, which is tried with two steps",
     "stepcredit pretrain spell --to spell.safetensors": "reads words for many seconds even after two steps",
+    "stepcredit pretrain prefer --to prefer.safetensors": "tried with one step in tests/rewards",
     "stepcredit audit compose-stepwise --all-schemes --groups 256": "as without --groups",
     "stepcredit rewards convert geneval": "needs a network",
     "stepcredit rewards convert hpsv2.1": "needs a network",

@@ -35,7 +35,8 @@ def desk_model(tmp_path):
 def test_every_bundled_recipe_runs_from_end_to_end(name, tmp_path, capsys, desk_model):
     recipe = recipes.load(name)
     desk = models.is_desk(recipe)
-    swap = ["--model", desk_model(recipe.task), "--reward", "jpeg_size"] if desk else []
+    swap = ["--model", desk_model(models.model_of(recipe)), "--reward", "jpeg_size"] if desk else []
+    swap += ["--watch", "None"] if desk and recipe.watch else []  # the random model's pictures are larger
     small = ["--group-size", "2", "--micro-batch", "4", "--eval-prompts", "4", "--eval-prompts-during", "2"]
     assert main(["train", name, "--rehearse", "--quiet", "--out", str(tmp_path / "runs"), *small, *swap]) == 0
     printed = capsys.readouterr().out

@@ -24,7 +24,8 @@ def _clean() -> Iterator[None]:
 
 def test_names_are_complete_and_importing_them_is_light() -> None:
     expected = {
-        *("compose", "spell", "ocr", "jpeg_size", "pickscore", "clip_l14_cos", "aesthetic", "imagereward", "hpsv2.1"),
+        *("compose", "prefer", "ocr", "jpeg_size", "pickscore", "clip_l14_cos", "aesthetic", "imagereward", "hpsv2.1"),
+        "spell",
         *(
             "geneval",
             "geneval_partial",
@@ -46,7 +47,7 @@ def test_names_are_complete_and_importing_them_is_light() -> None:
 def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="'jpeg_sise'; did you mean 'jpeg_size'"):
         get("jpeg_sise")
-    with pytest.raises(ValueError, match="known are compose, ocr"):
+    with pytest.raises(ValueError, match="known are compose, prefer"):
         get("0")
 
 

@@ -10,6 +10,7 @@ import torch
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stepcredit.cli import pretrain_scorer
 from stepcredit.cli.common import console, parse
 from stepcredit.errors import UserError
 from stepcredit.training import pretrain
@@ -17,13 +18,13 @@ from stepcredit.training import pretrain
 
 @dataclass
 class Pretrain:
-    """Rebuild the base model of a desk task by flow matching on rendered pictures.
+    """Rebuild the base model of a desk task by flow matching on rendered pictures, or the scorer of `prefer`.
 
     With the default settings and as many threads it gives the shipped file, byte for byte.
     """
 
     task: tyro.conf.Positional[str] = "compose"
-    """Desk task: compose or spell."""
+    """Desk task: compose or spell, or prefer, whose reward is the model."""
     to: Path | None = None
     """File to write, TASK.safetensors by default; never overwritten."""
     steps: int | None = None
@@ -37,6 +38,8 @@ class Pretrain:
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(Pretrain, "pretrain", argv)
+    if args.task == "prefer":
+        return pretrain_scorer.run(args.to or Path("prefer.safetensors"), args.steps, args.seed, args.threads)
     try:
         shipped = pretrain.shipped(args.task)
     except ValueError as error:

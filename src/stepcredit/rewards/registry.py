@@ -20,6 +20,7 @@ Factory = Callable[..., Reward]
 # Strings, so that asking for one reward imports that reward's dependencies alone.
 _BUILT_IN = {
     "compose": "stepcredit.rewards.compose:ComposeReward",
+    "prefer": "stepcredit.rewards.prefer:PreferReward",
     "ocr": "stepcredit.rewards.ocr:Ocr",
     "spell": "stepcredit.rewards.ocr:spell",
     "jpeg_size": "stepcredit.rewards.jpeg:JpegSize",

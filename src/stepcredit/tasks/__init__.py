@@ -11,7 +11,7 @@ from stepcredit.tasks.base import Prompt, Task, draw
 
 __all__ = ["NAMES", "Prompt", "Task", "draw", "get", "prompts_of"]
 
-NAMES = ("compose", "spell", "geneval", "ocr", "pickscore")
+NAMES = ("compose", "spell", "prefer", "geneval", "ocr", "pickscore")
 SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 
 
@@ -25,6 +25,10 @@ def get(name: str) -> Task:
         from stepcredit.tasks.spell import prompts as s
 
         return Task("spell", "spell", "spell", s.train_prompts, s.heldout_prompts)
+    if name == "prefer":
+        from stepcredit.tasks.compose import prompts
+
+        return Task("prefer", "prefer", "compose", prompts.train_prompts, prompts.heldout_prompts)
     if name == "geneval":
         from stepcredit.tasks import geneval as g
 
