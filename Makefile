@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 	@touch $@
 
 quickstart: install
-	$(BIN)/stepcredit train compose-stepwise
+	$(BIN)/stepcredit train spell-stepwise --iterations 12 --eval-every 4
 
 test: install lint types
 	$(TEST_ENV) $(BIN)/pytest -n 2

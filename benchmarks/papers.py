@@ -76,7 +76,9 @@ def tuning(method: Method, runs: Path) -> list[Piece]:
 
 
 def chosen(method: Method, runs: Path) -> float | None:
-    """The learning rate whose trial had the highest mean held-out reward; None before all trials are known."""
+    """Its own, or that whose trial had the highest mean held-out reward; None before all trials are known."""
+    if method.rate is not None:
+        return method.rate
     found = {lr: one.known for lr, one in zip(RATES, tuning(METHODS[method.rate_of or method.name], runs), strict=True)}
     scores = {lr: page.area(known["curve"]) for lr, known in found.items() if known is not None}
     return max(scores, key=lambda lr: scores[lr]) if len(scores) == len(RATES) else None
@@ -150,7 +152,8 @@ def main() -> None:
             timer.daemon = True
             timer.start()
         with interruptible(stop, console.print):
-            tuned = {METHODS[METHODS[name].rate_of or name].name for row in rows for name in row.methods}
+            wanted = [METHODS[name] for row in rows for name in row.methods]
+            tuned = {method.rate_of or method.name for method in wanted if method.rate is None}
             compute([one for name in sorted(tuned) for one in tuning(METHODS[name], options.runs)], options.jobs, stop)
             rates = {name: chosen(METHODS[name], options.runs) for row in rows for name in row.methods}
             compute(

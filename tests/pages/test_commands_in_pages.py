@@ -47,7 +47,7 @@ def test_what_cannot_run_is_read_by_its_parser(page, desk_run, here):
 
 @EVERY
 def test_commands_in_sentences_are_read_by_their_parsers(page, desk_run, here):
-    _lay_out(here, "runs/compose-stepwise", "prompts.txt", desk_run=desk_run)
+    _lay_out(here, "runs/compose-stepwise", "runs/spell-stepwise", "prompts.txt", desk_run=desk_run)
     for mention in mentions(page):
         check(" ".join(table.PLACEHOLDERS.get(word, word) for word in mention.split(" ")))
 
