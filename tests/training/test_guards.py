@@ -310,6 +310,11 @@ def test_a_held_out_reward_that_keeps_falling_stops_the_run_with_the_best_checkp
     page = (tmp_path / "run" / "report.html").read_text()
     assert "max_reward_drop" in page
     assert "The best checkpoint is that of iteration 2." in page
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    assert "taking the best checkpoint, of iteration 2" in capsys.readouterr().out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "2 iterations of" in card
+    assert "| after | not measured |" in card  # the summary's figure is of the last weights
 
 
 def test_image_drift_stops_a_run_also_after_a_resume(tmp_path, small):

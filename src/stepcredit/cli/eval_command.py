@@ -16,8 +16,9 @@ from stepcredit.cli.common import console, parse, resolve, run_folder, table
 from stepcredit.errors import UserError
 from stepcredit.rewards.meter import costs
 from stepcredit.tasks import suites
-from stepcredit.training import checkpoint
 from stepcredit.training import recipe as recipes
+from stepcredit.training.checkpoint import Checkpoint
+from stepcredit.training.chosen import chosen
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, slots
 from stepcredit.training.files import write_text_atomic
 from stepcredit.training.recipe import Recipe
@@ -64,6 +65,8 @@ class Eval:
     """ODE steps; as in the run's own evaluations by default."""
     weights: Literal["ema", "last"] = "ema"
     """The averaged weights, or the last ones."""
+    checkpoint: str = "auto"
+    """Of a run: latest, best, or an iteration; auto is the latest, or the best where a guard stopped the run."""
     to: Path | None = None
     """Folder for base.jsonl, tuned.jsonl and result.json; RUN/eval-IMAGES-STEPS, or eval-SUITE-IMAGES-STEPS."""
     json: bool = False
@@ -92,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     folder = run_folder(args.run, args.out)
     own = resolve(str(folder))
     plan = _plan(args, own)
-    saved = checkpoint.load(folder / "checkpoints")
+    saved = chosen(folder, args.checkpoint, console(stderr=True).print)
     steps = args.steps or plan.parts.eval_steps
     named = [plan.label] if args.suite or args.prompt_file else []
     target = args.to or folder / "-".join(["eval", *named, str(len(plan.on)), str(steps)])
@@ -126,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _both(
-    out: Console, plan: Plan, saved: checkpoint.Checkpoint, steps: int, weights: Literal["ema", "last"]
+    out: Console, plan: Plan, saved: Checkpoint, steps: int, weights: Literal["ema", "last"]
 ) -> tuple[Evaluation, Evaluation]:
     """Evaluations of the base and of the trained weights, with a progress bar."""
     found: list[Evaluation] = []

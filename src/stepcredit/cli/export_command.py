@@ -33,6 +33,8 @@ class Export:
     """Folder that holds the runs."""
     weights: Literal["ema", "last"] = "ema"
     """The averaged weights that were evaluated, or the last ones."""
+    checkpoint: str = "auto"
+    """Of a run: latest, best, or an iteration; auto is the latest, or the best where a guard stopped the run."""
     seed: int = 0
     """Seed of the noise of the grid."""
 
@@ -60,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     assert args.run is not None
     from stepcredit.training.export import export_run
 
-    made = export_run(run_folder(args.run, args.out), args.to, args.weights, args.seed)
+    made = export_run(run_folder(args.run, args.out), args.to, args.weights, args.seed, args.checkpoint, out.print)
     for path in made.files:
         out.print(f"wrote {path}")
     out.print(f"opened again and compared: largest difference of an image {made.difference:.1e} ({made.dtype})")

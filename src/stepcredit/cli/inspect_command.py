@@ -15,7 +15,8 @@ from stepcredit.errors import UserError
 from stepcredit.inspection import collect
 from stepcredit.reports import inspection as page
 from stepcredit.reports import style
-from stepcredit.training import checkpoint, models
+from stepcredit.training import models
+from stepcredit.training.chosen import chosen
 from stepcredit.training.setup import setup
 from stepcredit.training.state import load_weights
 
@@ -36,6 +37,8 @@ class Inspect:
     """Members of the group; the recipe's group size by default, at most 16."""
     weights: Literal["ema", "last"] = "ema"
     """Of a run: the averaged weights that were evaluated, or the last ones."""
+    checkpoint: str = "auto"
+    """Of a run: latest, best, or an iteration; auto is the latest, or the best where a guard stopped the run."""
     to: Path | None = None
     """Page to write; inspect.html, in the run's folder if a run is shown."""
     force: bool = False
@@ -53,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     if not target.parent.is_dir():
         raise UserError(f"the folder {str(target.parent)!r} of --to does not exist; make it, or give another --to")
     recipe = collect.narrowed(parsed.recipe, args.members)
-    saved = checkpoint.load(folder / "checkpoints") if folder else None
+    saved = chosen(folder, args.checkpoint, console().print) if folder else None
     parts = setup(recipe)
     prompt = collect.find_prompt(parts, args.prompt)
 

@@ -15,7 +15,8 @@ from stepcredit.errors import UserError
 from stepcredit.rewards.base import to_uint8
 from stepcredit.sampling import sample
 from stepcredit.tasks import files
-from stepcredit.training import checkpoint, models, pictures
+from stepcredit.training import models, pictures
+from stepcredit.training.chosen import chosen
 from stepcredit.training.setup import torch_device
 from stepcredit.training.state import load_weights
 
@@ -41,6 +42,8 @@ class Sample:
     """ODE steps; as in the recipe's training by default."""
     weights: Literal["ema", "last", "base"] = "ema"
     """Of a run: the averaged weights that were evaluated, the last ones, or the base model."""
+    checkpoint: str = "auto"
+    """Of a run: latest, best, or an iteration; auto is the latest, or the best where a guard stopped the run."""
     to: Path = Path("samples.png")
     """File to write."""
     enlarge: int = 4
@@ -57,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
     if args.count < 1 or args.enlarge < 1:
         raise UserError(f"--count and --enlarge must be at least 1, not {args.count} and {args.enlarge}")
     recipe = resolve(args.source)
+    out = console()
     try:
         policy = models.load_policy(recipe, torch_device(recipe.device))
         task = tasks.get(recipe.task)
@@ -68,18 +72,15 @@ def run(argv: Sequence[str]) -> int:
             _, heldout = tasks.prompts_of(task, heldout=recipe.heldout_prompts, practice=models.is_tiny(recipe))
             texts = [prompt.text for prompt in tasks.draw(heldout, args.count, "heldout")]
         if (Path(args.source) / "recipe.yaml").is_file() and args.weights != "base":
-            saved = checkpoint.load(Path(args.source) / "checkpoints")
+            saved = chosen(Path(args.source), args.checkpoint, out.print)
             load_weights(policy, saved, "ema" if args.weights == "ema" else "weights")
-        chosen = [texts[k % len(texts)] for k in range(args.count)]
-        images = sample(
-            policy, chosen, steps=args.steps or recipe.steps, seed=args.seed, micro_batch=recipe.micro_batch
-        )
+        drawn = [texts[k % len(texts)] for k in range(args.count)]
+        images = sample(policy, drawn, steps=args.steps or recipe.steps, seed=args.seed, micro_batch=recipe.micro_batch)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     pictures.save_grid(args.to, to_uint8(images), gap=2, enlarge=args.enlarge)
-    out = console()
     columns = pictures.columns_of(args.count)
     for start in range(0, args.count, columns):
-        out.print(" | ".join(chosen[start : start + columns]), markup=False)
+        out.print(" | ".join(drawn[start : start + columns]), markup=False)
     out.print(f"wrote {args.to}: {args.count} images, rows as listed")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,16 @@ from stepcredit.policies.desk import DeskPolicy
 from stepcredit.policies.diffusers_policy import DiffusersPolicy
 from stepcredit.rewards.base import to_uint8
 from stepcredit.sampling import sample
-from stepcredit.training import checkpoint, models
+from stepcredit.training import models
 from stepcredit.training import recipe as recipes
+from stepcredit.training.checkpoint import Warn
+from stepcredit.training.chosen import AUTO, chosen
 from stepcredit.training.files import write_text_atomic
 from stepcredit.training.recipe import Recipe
 from stepcredit.training.setup import torch_device
 from stepcredit.training.state import load_weights
+
+_log = logging.getLogger(__name__)
 
 COLUMNS = 6
 """Pictures in a row of the grid."""
@@ -42,8 +47,17 @@ class Exported:
     dtype: torch.dtype
 
 
-def export_run(folder: Path, to: Path, weights: Literal["ema", "last"] = "ema", seed: int = 0) -> Exported:
+def export_run(
+    folder: Path,
+    to: Path,
+    weights: Literal["ema", "last"] = "ema",
+    seed: int = 0,
+    which: str = AUTO,
+    warn: Warn = _log.warning,
+) -> Exported:
     """Write a run's trained weights, a grid of images before and after from the same noise, and a model card to ``to``.
+
+    ``which`` checkpoint: see :func:`stepcredit.training.chosen.chosen`, which tells ``warn`` if it is not the newest.
 
     A LoRA is written as ``pipe.load_lora_weights`` opens it, opened so, and compared by images; a desk model is loaded
     again and compared in the same way. Raises UserError for a folder that is not empty, and if in float32 the images
@@ -52,7 +66,7 @@ def export_run(folder: Path, to: Path, weights: Literal["ema", "last"] = "ema", 
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{str(to)!r} exists and is not empty; nothing is overwritten: give another --to")
     recipe = recipes.parse((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
-    saved = checkpoint.load(folder / "checkpoints")
+    saved = chosen(folder, which, warn)
     prompts = _prompts(folder, recipe)
     policy = models.load_policy(recipe, torch_device(recipe.device))
     steps = recipe.eval_steps or recipe.steps
@@ -70,7 +84,7 @@ def export_run(folder: Path, to: Path, weights: Literal["ema", "last"] = "ema", 
     grid = to / "before-after.png"
     _grid(before, after).save(grid, format="PNG")
     card = to / "README.md"
-    write_text_atomic(card, _card(folder, recipe, path, saved.iteration, prompts, difference, dtype, seed))
+    write_text_atomic(card, _card(folder, recipe, path, saved.iteration, weights, prompts, difference, dtype, seed))
     return Exported([path, grid, card], difference, dtype)
 
 
@@ -117,6 +131,7 @@ def _card(
     recipe: Recipe,
     path: Path,
     iteration: int,
+    weights: str,
     prompts: list[str],
     difference: float,
     dtype: torch.dtype,
@@ -138,6 +153,7 @@ def _card(
     steps, kind = recipe.eval_steps or recipe.steps, str(dtype).removeprefix("torch.")
     summary_path = folder / "summary.json"
     summary: dict[str, Any] = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {}
+    measured = weights == "ema" and iteration == summary.get("iterations")  # else the rewards are of other weights
     lines = ["---", json.dumps(header), "---", "", f"# {folder.name}", ""]
     if models.is_tiny(recipe):
         lines += [STANDS_FOR_REHEARSAL, ""]
@@ -152,7 +168,7 @@ def _card(
         "|---|---|---|",
     ]
     for key, name in (("reward_before", "before"), ("reward_after", "after"), ("improvement", "change, paired")):
-        found = summary.get(key)
+        found = summary.get(key) if measured or key == "reward_before" else None
         shown = (
             (f"{found['mean']:.4g}", f"{found['low']:.4g} to {found['high']:.4g}") if found else ("not measured", "")
         )
