@@ -289,7 +289,7 @@ def test_any_other_message_is_refused(message: object) -> None:
         ({"version": 3, "reward": "red", "scores": [1.0, 2.0]}, r"version"),
         ([1.0, 2.0], r"valid dictionary"),
         (b'{"version": 1, "reward": "red", "scores": [1.0, NaN]}', r"NaN is not JSON"),
-        (b'{"version": 1, "reward": "red", "scores": [1.0, 1e999]}', r"scores.1.*finite"),
+        (b'{"version": 1, "reward": "red", "scores": [1.0, 1e999]}', r"1e999 is not a finite number"),
         (b"{", r"against the protocol"),
     ],
 )
@@ -324,7 +324,7 @@ def _answers(script: Any, kind: str) -> None:
         ("huge", "answers more than 4096 bytes"),
         ("endless", "answers more than 4096 bytes"),
         ("forbidden", "refuses the token"),
-        ("not found", r"answers 404: no such \[31m route"),
+        ("not found", r"answers 404: no such route"),
     ],
 )
 def test_answers_that_no_retry_can_mend(script: Any, kind: str, message: str) -> None:

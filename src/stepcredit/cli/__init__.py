@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stepcredit {__version__}")
         return 0
     from stepcredit.errors import UserError, nearest
+    from stepcredit.untrusted import clean
 
     command, *rest = arguments
     warnings.formatwarning = _plain_warning
@@ -57,13 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output has gone (`| head`): not an error, and nothing more can be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
-        if not _is_explained(error):
+        if not isinstance(error, UserError) and not _is_explained(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {clean(error)}", file=sys.stderr)
         return 2
 
 
@@ -71,7 +69,9 @@ def _plain_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """A warning as a sentence for the user; where in our code it was given is of no use to anyone."""
-    return f"warning: {message}\n"
+    from stepcredit.untrusted import clean
+
+    return f"warning: {clean(message)}\n"
 
 
 def _is_explained(error: Exception) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tyro
+from rich.text import Text
 
 from stepcredit.cli.common import DEFAULT_RECIPE, console, parse_with_recipe
 from stepcredit.training.checks import run_checks
@@ -31,8 +32,8 @@ def run(argv: Sequence[str]) -> int:
     out = console()
     failed = 0
     for result in run_checks(parts):
-        mark = "[green]pass[/]" if result.passed else "[red]FAIL[/]"
-        out.print(f"{mark}  {result.name:<27}", end="")
+        out.print(Text("pass", "green") if result.passed else Text("FAIL", "red"), end="")
+        out.print(f"  {result.name:<27}", end="")
         out.print(result.detail, markup=False)
         failed += not result.passed
     out.print("ready to train" if not failed else f"{failed} failed: mend these before training")

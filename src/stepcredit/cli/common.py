@@ -13,10 +13,12 @@ from typing import Annotated, Any, Generic, TypeVar
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stepcredit.errors import UserError, nearest
 from stepcredit.training import recipe as recipes
 from stepcredit.training.recipe import Recipe
+from stepcredit.untrusted import clean_lines
 
 Args = TypeVar("Args")
 DEFAULT_RECIPE = "compose-stepwise"
@@ -117,9 +119,18 @@ def run_folder(run: str, out: Path) -> Path:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where commands print: as wide as the terminal, or wide enough for a table where the output goes to a file."""
+    """Where commands print: as wide as the terminal, or wide enough for a table where the output goes to a file.
+
+    Texts are printed as they are: brackets and colons in them are no markup, and control codes are taken out.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, soft_wrap=True, width=None if stream.isatty() else 120)
+    width = None if stream.isatty() else 120
+    return _Plain(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+
+
+class _Plain(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(clean_lines(text), **options)
 
 
 def table(title: str, *columns: str) -> Table:

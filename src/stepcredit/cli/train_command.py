@@ -89,7 +89,7 @@ def _rehearse(parsed: Parsed[Train], folder: Path, display: Display) -> int:
         raise UserError("--rehearse makes a run of its own and resumes that; leave --resume out")
     out = console()
     small = rehearsal.rehearsed(parsed.recipe, parsed.overrides)
-    out.print(f"[bold reverse]{rehearsal.LOUD}[/]")
+    out.print(rehearsal.LOUD, style="bold reverse")
     out.print(rehearsal.replaced(parsed.recipe, small), markup=False)
     origin = json.dumps({"recipe": parsed.source, "overrides": _plain(parsed.overrides), "rehearsal": True})
     halfway = train(rehearsal.first_half(small), folder, display, origin=origin)
@@ -100,7 +100,7 @@ def _rehearse(parsed: Parsed[Train], folder: Path, display: Display) -> int:
     _print_result(folder, summary)
     exported = export_run(folder, folder / "export")
     out.print(f"exported to {folder / 'export'}: largest difference of an image opened again {exported.difference:.1e}")
-    out.print(f"[bold reverse]{rehearsal.LOUD}[/]")
+    out.print(rehearsal.LOUD, style="bold reverse")
     return 0
 
 

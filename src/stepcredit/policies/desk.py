@@ -25,6 +25,7 @@ from stepcredit import grids
 from stepcredit.errors import nearest
 from stepcredit.policies.base import Conditioning
 from stepcredit.policies.desk_model import DeskConfig, DeskTransformer
+from stepcredit.untrusted import loads, quoted
 
 FORMAT = "stepcredit-desk-1"
 _ENTRY = "stepcredit"
@@ -167,12 +168,12 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or make it anew") from error
     try:
-        header = json.loads(entry)
-    except (ValueError, RecursionError) as error:
+        header = loads(entry)
+    except ValueError as error:
         raise ValueError(f"{path} is not a desk model: its header is not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = header.get("format") if isinstance(header, dict) else header
-        raise ValueError(f"{path} is not a desk model: its format is {found!r}, not {FORMAT!r}")
+        raise ValueError(f"{path} is not a desk model: its format is {quoted(found)}, not {FORMAT!r}")
     return {str(key): str(value) for key, value in header.items()}
 
 
@@ -191,14 +192,24 @@ def _read(path: Path) -> tuple[str, DeskConfig, dict[str, Tensor]]:
     header = read_metadata(path)
     try:
         task = header["task"]
-        config = DeskConfig(**json.loads(header["config"]))
-        known = json.loads(header["vocabulary"])
+        config = DeskConfig(**loads(header["config"]))
+        known = loads(header["vocabulary"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the header of {path} does not describe a desk model: {error}") from error
     if known != list(vocabulary(task)) or config.words != len(known):
         raise ValueError(f"{path} was trained on another vocabulary; rebuild it with `stepcredit pretrain {task}`")
     with safe_open(path, framework="pt") as file:
-        return task, config, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    # before the model is built: a header may ask for more layers than a machine builds in an hour
+    if config.depth > len(tensors):
+        raise ValueError(f"{path} has {len(tensors)} weights for {config.depth} layers; it is of another architecture")
+    cells = config.height // config.patch * (config.width // config.patch)
+    positions = tensors.get("positions")
+    if positions is None or tuple(positions.shape) != (cells, config.hidden):
+        raise ValueError(
+            f"{path} lacks the weight 'positions' [{cells}, {config.hidden}]; it is of another architecture"
+        )
+    return task, config, tensors
 
 
 def _fit(tensors: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:

@@ -21,12 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stepcredit.errors import UserError
+from stepcredit.untrusted import loads, quoted
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 """Name of the file that ``load_lora_weights`` looks for in a folder."""
 METADATA_KEY = "lora_adapter_metadata"
 PREFIX = "transformer."
 LARGEST_RANK = 1024
+LARGEST_ALPHA = 1e6
+_LARGEST_CONFIG = 1 << 20
 
 _KEY = re.compile(r"(?P<module>[A-Za-z0-9_.]+)\.lora_(?P<half>[AB])\.weight")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -98,11 +101,11 @@ def read(path: str | Path, transformer: nn.Module | None = None) -> AdapterFile:
     outside = next((key for key in tensors if not key.startswith(PREFIX)), None)
     if outside is not None:
         raise LoraError(
-            f"{path}: key {outside!r} is not a transformer's; for a folder written by PEFT use convert_peft"
+            f"{path}: key {quoted(outside)} is not a transformer's; for a folder written by PEFT use convert_peft"
             + (", and adapters of text encoders are not supported" if outside.startswith("text_encoder") else "")
         )
     try:
-        fields = json.loads(metadata.get(METADATA_KEY, "{}"))
+        fields = loads(metadata.get(METADATA_KEY, "{}"))
         config = {key.removeprefix(PREFIX): value for key, value in fields.items()}
     except (ValueError, AttributeError):
         raise LoraError(f"{path}: the metadata {METADATA_KEY!r} is not a JSON object") from None
@@ -142,8 +145,12 @@ def convert_peft(source: str | Path, folder: str | Path, transformer: nn.Module 
             f"{source} has no adapter_model.safetensors; pickled weights are not opened: save them again as such"
         )
     try:
-        config = dict(json.loads((source / "adapter_config.json").read_text()))
-    except (ValueError, TypeError):
+        if (source / "adapter_config.json").stat().st_size > _LARGEST_CONFIG:
+            raise LoraError(f"{source / 'adapter_config.json'} has more than {_LARGEST_CONFIG} bytes; it is no config")
+        config = dict(loads((source / "adapter_config.json").read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
+        if isinstance(error, LoraError):
+            raise
         raise LoraError(f"{source / 'adapter_config.json'} is not a JSON object") from None
     tensors, _ = _load(source / "adapter_model.safetensors")
     bare = {key.removeprefix("base_model.model.").removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
@@ -186,15 +193,20 @@ def _assemble(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
         if field in _KEPT or field in _DESCRIPTIVE or value in _NEUTRAL.get(field, ()):
             continue
         if value:
-            raise LoraError(f"{source}: config field {field!r} is {value!r}; only plain LoRA is supported")
+            raise LoraError(f"{source}: config field {quoted(field)} is {quoted(value)}; only plain LoRA is supported")
     modules = pairs(tensors, source)
     ranks = {len(a) for a, _ in modules.values()}
     rank = config.get("r", min(ranks))
     if type(rank) is not int or ranks != {rank} or not 1 <= rank <= LARGEST_RANK:
-        raise LoraError(f"{source}: the tensors have rank {sorted(ranks)}, its config {rank!r}; one rank is expected")
+        raise LoraError(
+            f"{source}: the tensors have rank {sorted(ranks)}, its config {quoted(rank)}; one rank is expected"
+        )
     alpha = config.get("lora_alpha", rank)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (math.isfinite(alpha) and alpha > 0):
-        raise LoraError(f"{source}: config field 'lora_alpha' is {alpha!r}; it must be a positive number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST_ALPHA:
+        raise LoraError(
+            f"{source}: config field 'lora_alpha' is {quoted(alpha)}; it must be a positive number, at most "
+            f"{LARGEST_ALPHA:g}"
+        )
     if config.get("use_rslora"):  # scaled by alpha / sqrt(rank): the same adapter has a larger alpha in our convention
         alpha *= math.sqrt(rank)
     return AdapterFile(rank, float(alpha), modules)
@@ -206,10 +218,11 @@ def pairs(tensors: Mapping[str, Tensor], source: str) -> dict[str, tuple[Tensor,
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise LoraError(f"{source}: key {key!r} is not of the form <module>.lora_A.weight or .lora_B.weight")
+            raise LoraError(f"{source}: key {quoted(key)} is not of the form <module>.lora_A.weight or .lora_B.weight")
         if tensor.ndim != 2 or tensor.dtype not in _DTYPES:
             raise LoraError(
-                f"{source}: {key} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, not a matrix of floats"
+                f"{source}: {key[:160]} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, not a matrix of "
+                "floats"
             )
         _finite(tensor, key, f"{source} is refused")
         halves.setdefault(match["module"], {})[match["half"]] = tensor

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stepcredit.errors import UserError
 from stepcredit.training.stats import Interval
+from stepcredit.untrusted import load_yaml, loads
 
 Object = Mapping[str, Any]
 
@@ -154,15 +152,15 @@ def _text(path: Path) -> str:
 
 def _object(path: Path) -> Object:
     try:
-        return mapping(json.loads(_text(path)))
+        return mapping(loads(_text(path)))
     except ValueError:
         return {}
 
 
 def _recipe(text: str) -> Object:
     try:
-        return mapping(yaml.safe_load(text))
-    except (yaml.YAMLError, RecursionError, ValueError):
+        return mapping(load_yaml(text))
+    except ValueError:
         return {}
 
 
@@ -171,7 +169,7 @@ def lines(path: Path) -> list[Object]:
     found: list[Object] = []
     for line in _text(path).split("\n"):  # not splitlines: a prompt may hold U+2028
         try:
-            entry = json.loads(line)
+            entry = loads(line)
         except ValueError:
             continue
         if isinstance(entry, dict):

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from stepcredit.rewards.base import RewardError
 from stepcredit.rewards.wire import loads
+from stepcredit.untrusted import clean
 
 ALLOWED_HOSTS = "STEPCREDIT_ALLOWED_HOSTS"
 _RETRY = {429, 500, 502, 503, 504}
@@ -96,6 +97,11 @@ class Endpoint:
         if body is not None:
             headers["Content-Type"] = "application/json"
         if token := os.environ.get(self.token_env):
+            if not (token.isascii() and token.isprintable()):  # http.client's own error would quote it
+                raise RewardError(
+                    f"reward {self.reward!r}: the token in the environment variable {self.token_env} must be printable "
+                    "ASCII in one line; see whether a line break was copied with it"
+                )
             headers["Authorization"] = f"Bearer {token}"
         late = threading.Event()
         sockets: list[socket.socket] = []  # the connection forgets its socket while an answer without length is read
@@ -166,7 +172,7 @@ def _reason(data: bytes) -> str:
         text = text.get("message")
     if not isinstance(text, str):
         return ""
-    return ": " + "".join(char if char.isprintable() else " " for char in text)[:300]
+    return f": {clean(text[:1000])[:300]}"
 
 
 def is_loopback(host: str) -> bool:

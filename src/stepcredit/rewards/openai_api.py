@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stepcredit.rewards.base import RewardError
 from stepcredit.rewards.http_json import Endpoint
 from stepcredit.rewards.wire import loads
+from stepcredit.untrusted import clean
 
 TOKEN_ENV = "STEPCREDIT_API_KEY"
 TOP = 20
@@ -129,7 +130,7 @@ class Chat:
             choice = _Completion.model_validate(loads(data), strict=True).choices[0]
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the message"
+            where = clean(".".join(map(str, first["loc"])))[:120] or "the message"
             raise self._against(f"{where}: {first['msg']}") from None
         except ValueError as error:
             raise self._against(str(error)) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from stepcredit.training.evaluation import Evaluation
 from stepcredit.training.files import write_text_atomic
+from stepcredit.training.records import to_json
 
 
 def columns_of(count: int) -> int:
@@ -49,7 +49,7 @@ def save_index(path: Path, before: Evaluation, after: Evaluation, count: int) ->
         "columns": columns_of(len(slots)),
         "size": list(after.images.shape[1:3]),
     }
-    write_text_atomic(path, json.dumps(index, ensure_ascii=False, allow_nan=False))
+    write_text_atomic(path, to_json(index))
 
 
 def _number(value: float) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections import deque
@@ -16,18 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stepcredit.untrusted import clean
+
 RECENT = 20
 """Iterations whose durations make the estimate of the time left."""
 BLOCKS, ASCII_BLOCKS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 HANGING, ASCII_HANGING = " ▔▀█", " -=#"
 """Bars that hang from the top of their cell, for losses."""
-_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.DOTALL)
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
-
-
-def clean(text: object) -> str:
-    """A text on one line, without escape sequences, control characters or characters that turn text around."""
-    return _UNPRINTABLE.sub(" ", _ESCAPES.sub("", str(text))).strip()
 
 
 @dataclass

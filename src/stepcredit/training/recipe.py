@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stepcredit.errors import UserError, nearest
+from stepcredit.untrusted import clean_lines, load_yaml, quoted
+
+LARGEST = 1 << 20
+"""Bytes of the largest recipe that is read."""
+LARGEST_INTEGER = 2**53
 
 
 class Recipe(BaseModel):
@@ -74,15 +80,15 @@ class Recipe(BaseModel):
     """`idle`: autoencoder, text encoders and reward networks wait in the CPU's memory until the GPU needs them."""
 
     # The batch: three numbers, everything else follows
-    prompts_per_iteration: int = Field(8, ge=1)
+    prompts_per_iteration: int = Field(8, ge=1, le=100_000)
     """Prompts (groups) of one rollout."""
-    group_size: int = Field(16, ge=2)
+    group_size: int = Field(16, ge=2, le=100_000)
     """Members of a group: images of one prompt that are compared with each other."""
     micro_batch: int = Field(32, ge=1)
     """Samples that go through the model at once; must divide prompts x group size. Changes memory, not results."""
 
     # Rollout
-    steps: int = Field(10, ge=2)
+    steps: int = Field(10, ge=2, le=10_000)
     """Steps of the sampler in training."""
     kernel: Literal["ddim", "cps", "precise", "flow_sde", "dance"] = "flow_sde"
     """Transition kernel of the noisy steps."""
@@ -102,7 +108,7 @@ class Recipe(BaseModel):
     # Scoring and credit
     estimate: Literal["tweedie", "substeps", "full"] = "substeps"
     """Clean estimate of intermediate states: free, a few Euler steps, or all remaining steps."""
-    substeps: int = Field(2, ge=1)
+    substeps: int = Field(2, ge=1, le=10_000)
     """Euler steps of the estimate `substeps`."""
     spacing: Literal["grid", "linear"] = "grid"
     """Substeps on points of the grid, never more than remain, or always that many, equally spaced in time."""
@@ -188,7 +194,7 @@ class Recipe(BaseModel):
     """Held-out prompts (with fixed noise) of the evaluation before and after."""
     eval_prompts_during: int = Field(240, ge=2)
     """Held-out prompts of evaluations during the run, a subset of the former."""
-    eval_steps: int | None = Field(None, ge=1)
+    eval_steps: int | None = Field(None, ge=1, le=10_000)
     """ODE steps of an evaluation; as in training by default."""
     checkpoint_every: int = Field(10, ge=0)
     """Iterations between checkpoints; 0 saves at the end only."""
@@ -203,12 +209,18 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        for key in type(self).model_fields:
+            if not _plain(value := getattr(self, key)):
+                raise ValueError(
+                    f"{key} = {quoted(value)} holds a control character, or a number of {LARGEST_INTEGER:g} or more"
+                )
         total = self.prompts_per_iteration * self.group_size
         if total % self.micro_batch:
-            divisors = [n for n in range(1, total + 1) if total % n == 0 and n <= self.micro_batch]
+            divisors = [n for k in range(1, math.isqrt(total) + 1) if total % k == 0 for n in (k, total // k)]
+            fitting = max(n for n in divisors if n <= self.micro_batch)
             raise ValueError(
                 f"micro_batch {self.micro_batch} does not divide prompts_per_iteration x group_size = "
-                f"{self.prompts_per_iteration} x {self.group_size} = {total}; the largest that fits is {divisors[-1]}"
+                f"{self.prompts_per_iteration} x {self.group_size} = {total}; the largest that fits is {fitting}"
             )
         if self.prompts_per_iteration % self.updates_per_rollout:
             raise ValueError(
@@ -287,8 +299,10 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         try:
+            if path.stat().st_size > LARGEST:
+                raise UserError(f"recipe {name!r} has more than {LARGEST} bytes, too many for a list of keys")
             source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # not UTF-8, or a path that no file can have
             raise UserError(f"cannot read the recipe {name!r}: {error}") from error
     else:
         source = text(name)
@@ -298,10 +312,9 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 def parse(source: str, where: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe from YAML text; ``where`` names it in messages. Raises UserError."""
     try:
-        keys = yaml.safe_load(source)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"{where} is not valid YAML: {line}") from error
+        keys = load_yaml(source)
+    except ValueError as error:
+        raise UserError(f"{where} is not valid YAML: {error}") from error
     keys = {} if keys is None else keys
     if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
         raise UserError(f"{where} must be a list of `key: value` lines, not {type(keys).__name__}")
@@ -312,12 +325,13 @@ def build(keys: Mapping[str, Any], where: str = "the recipe") -> Recipe:
     """A recipe from its keys; UserError explains every wrong one in a line."""
     unknown = [key for key in keys if key not in Recipe.model_fields]
     if unknown:
-        hints = [f"{key!r}{nearest(key, Recipe.model_fields)}" for key in unknown]
-        raise UserError(f"{where} has unknown keys: {', '.join(hints)}")
+        hints = [f"{quoted(key)}{nearest(key[:100], Recipe.model_fields)}" for key in unknown[:10]]
+        more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+        raise UserError(f"{where} has unknown keys: {', '.join(hints)}{more}")
     try:
         return Recipe.model_validate(dict(keys))
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_explain(problem) for problem in error.errors())) from error
+        raise UserError(f"{where}: " + "; ".join(_explain(problem) for problem in error.errors()[:10])) from error
 
 
 def dump(recipe: Recipe) -> str:
@@ -338,7 +352,18 @@ def changed(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 def _explain(problem: Mapping[str, Any]) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
     key = ".".join(str(part) for part in problem["loc"])
-    return f"{key} = {problem['input']!r}: {message}" if key else message
+    return f"{key[:160]} = {quoted(problem['input'])}: {message}" if key else message
+
+
+def _plain(value: object) -> bool:
+    """Whether a value of a recipe holds neither control characters nor a number that no run can mean."""
+    if isinstance(value, str | Path):
+        return clean_lines(str(value)) == str(value) and "\n" not in str(value)
+    if isinstance(value, Mapping):
+        return all(_plain(key) and _plain(entry) for key, entry in value.items())
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return not isinstance(value, int) or abs(value) < LARGEST_INTEGER
 
 
 def _folder() -> Any:

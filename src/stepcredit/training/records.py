@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from stepcredit.untrusted import visible_json
+
 
 def machine() -> dict[str, Any]:
     """Where a run was made, for its summary."""
@@ -26,8 +28,8 @@ def machine() -> dict[str, Any]:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text; numbers that JSON cannot hold (NaN, infinities) become null."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    """JSON text; numbers that JSON cannot hold (NaN, infinities) become null, control characters escapes."""
+    return visible_json(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent))
 
 
 def _finite(value: Any) -> Any:

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from stepcredit.training.progress import Progress, clean, held_out_line, panel_rows, plain_line
+from stepcredit.training.progress import Progress, held_out_line, panel_rows, plain_line
+from stepcredit.untrusted import clean
 
 
 class Display(Protocol):
