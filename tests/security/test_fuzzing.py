@@ -321,7 +321,7 @@ def test_desk_models(tmp_path, desk_file, data):
 @fuzz(300)
 @given(VALUES)
 def test_json_and_yaml_give_back_what_was_written_or_refuse(value):
-    for text, read in ((json.dumps(value), loads), (yaml.safe_dump(value), load_yaml)):
+    for text, read in ((json.dumps(value), loads), (yaml.safe_dump(value, sort_keys=False), load_yaml)):
         try:
             assert repr(read(text)) == repr(value)  # NaN is not itself
         except ValueError as error:
