@@ -72,9 +72,11 @@ def test_only_the_part_between_the_marks_is_replaced(tmp_path):
 def test_every_method_is_a_recipe_that_can_be_run(name):
     method = rows.METHODS[name]
     recipe = recipes.load(method.recipe, {**method.changes, "lr": rows.RATES[0]})
-    assert recipe.iterations == rows.ITERATIONS
+    assert recipe.iterations == (rows.ITERATIONS if method.rate is None else rows.LONGER["iterations"])
     assert method.rate_of is None or method.rate_of in rows.METHODS
 
 
 def test_every_row_compares_known_methods():
     assert all(name in rows.METHODS for row in rows.ROWS for name in row.methods)
+    for row in rows.ROWS:  # over as many updates
+        assert len({rows.METHODS[name].changes["iterations"] for name in row.methods}) == 1
