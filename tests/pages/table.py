@@ -55,6 +55,7 @@ RUN: dict[str, str] = {
     "stepcredit train prefer-stepwise": TINY,
     "stepcredit train prefer-uniform": TINY,
     "stepcredit train prefer-turning-point": TINY,
+    "stepcredit train prefer-uniform --lr 1.2e-3 --lr-schedule constant --iterations 40 --max-image-drift None": TINY,
     "torchrun --nproc_per_node 2 -m stepcredit train compose-stepwise": TINY,
     # a reward of one's own
     "python redness.py check compose-stepwise --reward redness": TINY,

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from stepcredit.tasks.compose.prompts import MAX_WORDS, tokenize, vocabulary
 from stepcredit.tasks.compose.render import SIZE
+from stepcredit.untrusted import loads, quoted
 
 FORMAT = "stepcredit-prefer-1"
 MAX_SCALE = 30.0
@@ -157,7 +158,7 @@ def load(path: Path) -> Scorer:
     """
     header, tensors = _read(path)
     try:
-        config = ScorerConfig(**json.loads(header["config"]))
+        config = ScorerConfig(**loads(header["config"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the header of {path} does not describe a scorer: {error}") from error
     if header.get("vocabulary") != json.dumps(vocabulary()):
@@ -185,10 +186,10 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             entry = (file.metadata() or {}).get(_ENTRY, "{}")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        header = json.loads(entry)
-    except (SafetensorError, ValueError, RecursionError) as error:
+        header = loads(entry)
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or make it anew") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = header.get("format") if isinstance(header, dict) else header
-        raise ValueError(f"{path} is not a scorer: its format is {found!r}, not {FORMAT!r}")
+        raise ValueError(f"{path} is not a scorer: its format is {quoted(found)}, not {FORMAT!r}")
     return {str(key): str(value) for key, value in header.items()}, tensors
