@@ -1,6 +1,6 @@
 """The README's picture, from the folder of a run: pictures before and after, the curve, and gains by step.
 
-python benchmarks/figure.py runs/compose-stepwise docs/images/quickstart.png
+python benchmarks/figure.py runs/spell-stepwise docs/images/quickstart.png
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 
-PAIRS = 8
+PAIRS, WIDTH = 8, 10.0
 INK, PALE = "#33415c", "#9aa5b8"
 
 
@@ -28,9 +28,13 @@ def main(run: Path, target: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
 
     plt.rcParams.update({"font.size": 8, "font.family": "DejaVu Sans", "axes.edgecolor": PALE, "text.color": INK})
-    figure = plt.figure(figsize=(10, 4.2), dpi=160)
-    grid = figure.add_gridspec(2, len(chosen), top=0.9, bottom=0.42, hspace=0.2, wspace=0.12)
-    plots = figure.add_gridspec(1, 2, top=0.3, bottom=0.0, wspace=0.16)
+    tile = 0.88 * WIDTH / len(chosen) * before[0].shape[0] / before[0].shape[1]  # inches high; pictures may be wide
+    titles, label, gap, curves = 0.4, 0.35, 0.4, 1.3
+    height = titles + 2 * (tile + label) + gap + curves
+    figure = plt.figure(figsize=(WIDTH, height), dpi=160)
+    top, bottom = 1 - titles / height, 1 - (titles + 2 * tile + label) / height
+    grid = figure.add_gridspec(2, len(chosen), top=top, bottom=bottom, hspace=label / tile, wspace=0.12)
+    plots = figure.add_gridspec(1, 2, top=curves / height, bottom=0.0, wspace=0.16)
     for column, k in enumerate(chosen):
         for row, tiles in enumerate((before, after)):
             axis = figure.add_subplot(grid[row, column])
