@@ -147,6 +147,14 @@ def test_sample_writes_a_grid_and_never_overwrites(out, model, tmp_path, capsys)
     assert "elephant" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["eval", "sample", "inspect", "export"])
+def test_a_checkpoint_that_is_not_there_is_refused_and_those_that_are_are_named(out, tmp_path, capsys, command):
+    to = [] if command == "eval" else ["--to", str(tmp_path / "made")]
+    assert main([command, str(out / "first"), *to, "--checkpoint", "99"]) == 2
+    assert "has no checkpoint of iteration 99; there are those of " in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
 def test_pretrain_writes_a_model_that_trains_and_is_the_same_twice(tmp_path, capsys):
     flags = ["--steps", "3", "--threads", "1"]
     assert main(["pretrain", "compose", "--to", str(tmp_path / "a.safetensors"), *flags]) == 0

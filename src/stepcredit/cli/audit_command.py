@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stepcredit.audit.measure import measure
@@ -126,7 +124,7 @@ def show(found: Mapping[str, Any]) -> None:
         out.print()
         out.print(_steps(best, found["shapes"][best["shape"]]))
         out.print()
-    out.print(found["advice"], markup=False)
+    out.print(found["advice"])
 
 
 _COLUMNS = (
@@ -176,7 +174,7 @@ class _Display:
     """Progress on standard error: a bar in a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
+        self._console = console(stderr=True)
         columns = (TextColumn("groups"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal, transient=True)
         self._task = self._bar.add_task("groups", total=total)
@@ -200,4 +198,4 @@ class _Display:
 
     def message(self, text: str) -> None:
         """A line above the bar."""
-        self._console.print(text, markup=False)
+        self._console.print(text)

@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     for result in run_checks(parts):
         out.print(Text("pass", "green") if result.passed else Text("FAIL", "red"), end="")
         out.print(f"  {result.name:<27}", end="")
-        out.print(result.detail, markup=False)
+        out.print(result.detail)
         failed += not result.passed
     out.print("ready to train" if not failed else f"{failed} failed: mend these before training")
     return 1 if failed else 0

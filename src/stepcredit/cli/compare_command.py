@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     live = Live(board, console=out, refresh_per_second=1) if out.is_terminal else None
 
     def tell(line: str) -> None:
-        out.print(line, markup=False)
+        out.print(line)
 
     def ended(done: Any) -> None:
         if live is None:
@@ -102,7 +102,7 @@ def show(found: Mapping[str, Any], folder: Path) -> None:
     """Print the result for a person."""
     out = console()
     for name, reason in found["failed"].items():
-        out.print(f"{name} failed: {reason}", markup=False)
+        out.print(f"{name} failed: {reason}")
     if found["recipes"]:
         seeds = found["seeds"]
         target = "no target" if found["target"] is None else f"target {found['target']:.3f} ({found['target_kind']})"
@@ -122,8 +122,8 @@ def show(found: Mapping[str, Any], folder: Path) -> None:
             )
         out.print(rows)
     for verdict in page.verdicts(found):
-        out.print(verdict, markup=False)
-    out.print(f"page: {folder / 'comparison.html'}", markup=False)
+        out.print(verdict)
+    out.print(f"page: {folder / 'comparison.html'}")
 
 
 def _shown(value: Mapping[str, Any], sign: str = "") -> str:

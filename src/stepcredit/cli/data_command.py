@@ -49,5 +49,5 @@ def run(argv: Sequence[str]) -> int:
     file = data.get(args.name)
     path = fetch.fetch(file, args.accept_checksum)
     prompts = files.read(path)
-    out.print(f"{len(prompts):,} prompts in {path} (licence: {file.licence})", markup=False)
+    out.print(f"{len(prompts):,} prompts in {path} (licence: {file.licence})")
     return 0

@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
     measured = measured_deviation(folder) if _reward(plan.parts.recipe) == _reward(own) else None
     expected = outlook(plan.on, plan.macro, plan.parts.reward, measured)
     if not args.json:
-        out.print(str(expected), markup=False)
+        out.print(str(expected))
     try:
         base, tuned = _both(out, plan, saved, steps, args.weights)
     except ValueError as error:  # a reward that cannot judge this model's images or these prompts

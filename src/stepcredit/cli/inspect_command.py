@@ -73,13 +73,11 @@ def run(argv: Sequence[str]) -> int:
             looks.append(collect.look(parts, prompt, name, _shown_on(bar, name)))
     seen = collect.inspection(parts, prompt, looks, models.model_of(recipe))
     style.write(target, page.render(seen))
-    out.print(f'"{prompt.text}", {recipe.group_size} members, {recipe.steps} steps', markup=False)
+    out.print(f'"{prompt.text}", {recipe.group_size} members, {recipe.steps} steps')
     for shown in looks:
         first, last = shown.R[:, 0].nanmean(), shown.R[:, -1].nanmean()
-        out.print(
-            f"{shown.name}: mean reward {first:.3f} of the noise's estimate -> {last:.3f} of the images", markup=False
-        )
-    out.print(f"wrote {target}", markup=False)
+        out.print(f"{shown.name}: mean reward {first:.3f} of the noise's estimate -> {last:.3f} of the images")
+    out.print(f"wrote {target}")
     return 0
 
 

@@ -47,12 +47,12 @@ def run(argv: Sequence[str]) -> int:
         rows.columns[1].justify = "left"
         for name in rewards.names():
             rows.add_row(name, _plain(_paragraphs(name)[0]))
-        out.print(rows, markup=False)
+        out.print(rows)
         return 0
     if args.name is None:
         raise UserError(f"name the reward to {args.action}: stepcredit rewards {args.action} imagereward")
     if args.action == "show":
-        out.print(_shown(args.name), markup=False)
+        out.print(_shown(args.name))
         return 0
     from stepcredit.rewards import convert
 
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
         folder = convert.run(args.name, args.file, args.to, args.sha256)
     except ValueError as error:
         raise UserError(str(error)) from error
-    out.print(f"wrote {folder}", markup=False)
+    out.print(f"wrote {folder}")
     return 0
 
 

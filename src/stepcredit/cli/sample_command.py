@@ -81,6 +81,6 @@ def run(argv: Sequence[str]) -> int:
     pictures.save_grid(args.to, to_uint8(images), gap=2, enlarge=args.enlarge)
     columns = pictures.columns_of(args.count)
     for start in range(0, args.count, columns):
-        out.print(" | ".join(drawn[start : start + columns]), markup=False)
+        out.print(" | ".join(drawn[start : start + columns]))
     out.print(f"wrote {args.to}: {args.count} images, rows as listed")
     return 0

@@ -90,7 +90,7 @@ def _rehearse(parsed: Parsed[Train], folder: Path, display: Display) -> int:
     out = console()
     small = rehearsal.rehearsed(parsed.recipe, parsed.overrides)
     out.print(rehearsal.LOUD, style="bold reverse")
-    out.print(rehearsal.replaced(parsed.recipe, small), markup=False)
+    out.print(rehearsal.replaced(parsed.recipe, small))
     origin = json.dumps({"recipe": parsed.source, "overrides": _plain(parsed.overrides), "rehearsal": True})
     halfway = train(rehearsal.first_half(small), folder, display, origin=origin)
     if halfway["signal"] is not None:
@@ -147,7 +147,7 @@ def _print_result(folder: Path, summary: dict[str, Any]) -> None:
         out.print(f"exactly right    {before['mean']:.1%} -> {after['mean']:.1%}")
     if summary["watched"] is not None:
         watched = summary["watched"]
-        out.print(f"watched {watched['reward']}, not trained on", markup=False)
+        out.print(f"watched {watched['reward']}, not trained on")
         out.print(f"                 before  {_shown(watched['before'])}")
         out.print(f"                 after   {_shown(watched['after'])}")
         out.print(f"                 change  {_shown(watched['change'], signed=True)}")

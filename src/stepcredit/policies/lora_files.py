@@ -138,20 +138,19 @@ def convert_peft(source: str | Path, folder: str | Path, transformer: nn.Module 
     """
     source = Path(source)
     source = source / "lora" if (source / "lora" / "adapter_config.json").exists() else source
-    if not (source / "adapter_config.json").exists():
+    described = source / "adapter_config.json"
+    if not described.exists():
         raise LoraError(f"{source} has no adapter_config.json; point at the folder that PEFT's save_pretrained wrote")
     if not (source / "adapter_model.safetensors").exists():
         raise LoraError(
             f"{source} has no adapter_model.safetensors; pickled weights are not opened: save them again as such"
         )
+    if described.stat().st_size > _LARGEST_CONFIG:
+        raise LoraError(f"{described} has more than {_LARGEST_CONFIG} bytes; it is no config")
     try:
-        if (source / "adapter_config.json").stat().st_size > _LARGEST_CONFIG:
-            raise LoraError(f"{source / 'adapter_config.json'} has more than {_LARGEST_CONFIG} bytes; it is no config")
-        config = dict(loads((source / "adapter_config.json").read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
-        if isinstance(error, LoraError):
-            raise
-        raise LoraError(f"{source / 'adapter_config.json'} is not a JSON object") from None
+        config = dict(loads(described.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # absent, not UTF-8, not JSON, not an object
+        raise LoraError(f"{described} is not a JSON object") from None
     tensors, _ = _load(source / "adapter_model.safetensors")
     bare = {key.removeprefix("base_model.model.").removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
     adapter = _assemble(bare, config, str(source))

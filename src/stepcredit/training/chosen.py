@@ -22,7 +22,9 @@ def chosen(run: Path, which: str, say: Warn) -> Checkpoint:
     folder = run / "checkpoints"
     if which == "best":
         if not (folder / BEST).exists():
-            raise UserError(f"{run} has no best checkpoint: no evaluation during the run was above the base model's")
+            raise UserError(
+                f"{run} has no best checkpoint, as nothing was evaluated while it trained; leave --checkpoint out"
+            )
         return checkpoint.read(folder / BEST)
     if which.isdecimal():
         if not (folder / step_name(int(which))).is_dir():
@@ -30,7 +32,7 @@ def chosen(run: Path, which: str, say: Warn) -> Checkpoint:
             raise UserError(f"{run} has no checkpoint of iteration {which}; there are those of {there or 'none'}")
         return checkpoint.read(folder / step_name(int(which)))
     if which not in (AUTO, LATEST):
-        raise UserError(f"--checkpoint {which!r} is none of auto, latest, best and an iteration")
+        raise UserError(f"--checkpoint {which!r} is none of auto, latest, best and an iteration: give one of these")
     newest = checkpoint.load(folder, warn=say)
     fired = newest.state.get("guards", {}).get("fired")
     if which == LATEST or not fired or not (folder / BEST).exists():

@@ -58,7 +58,6 @@ def export_run(
     """Write a run's trained weights, a grid of images before and after from the same noise, and a model card to ``to``.
 
     ``which`` checkpoint: see :func:`stepcredit.training.chosen.chosen`, which tells ``warn`` if it is not the newest.
-
     A LoRA is written as ``pipe.load_lora_weights`` opens it, opened so, and compared by images; a desk model is loaded
     again and compared in the same way. Raises UserError for a folder that is not empty, and if in float32 the images
     differ at all.
