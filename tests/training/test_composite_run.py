@@ -10,8 +10,8 @@ import torch
 from stepcredit.rewards import registry
 from stepcredit.rewards.base import RewardError, RewardInfo, SelfTest
 from stepcredit.rewards.registry import FunctionReward
+from stepcredit.training import iteration, rehearsal
 from stepcredit.training import recipe as recipes
-from stepcredit.training import rehearsal
 from stepcredit.training.evaluation import read
 from stepcredit.training.telemetry import make_display
 from stepcredit.training.trainer import train
@@ -101,6 +101,7 @@ def test_evaluations_are_read_back_with_their_parts(small, redness, tmp_path):
 
 
 def test_a_composite_is_judged_in_pieces_and_combined_in_whole_groups(small, redness):
+    from stepcredit.rewards.asking import Asking
     from stepcredit.rewards.base import judge
     from stepcredit.training.judging import judge_latents
     from stepcredit.training.setup import setup
@@ -109,7 +110,8 @@ def test_a_composite_is_judged_in_pieces_and_combined_in_whole_groups(small, red
     parts.reward.piece = 3
     asked = [parts.train[k % 2] for k in range(10)]  # groups lie across the pieces
     x_0 = torch.rand(10, *parts.policy.latent_shape, generator=torch.Generator().manual_seed(0))
-    found = judge_latents(parts, x_0, asked, torch.arange(10) % 2)
+    with Asking(parts.reward) as asking:
+        found = judge_latents(parts, asking, x_0, asked, torch.arange(10) % 2)()
     texts, metadata = [prompt.text for prompt in asked], [prompt.metadata for prompt in asked]
     whole = judge(parts.reward, parts.policy.decode(x_0), texts, metadata)
     assert torch.equal(found.score, whole.score)
@@ -128,6 +130,31 @@ def test_asking_while_decoding_changes_nothing(small, redness, tmp_path):
     assert written[0] == written[1]
     assert len(redness[0].threads) == 1
     assert len(redness[1].threads) > 1
+
+
+def test_a_server_judges_one_cell_while_the_next_is_sampled(small, monkeypatch, tmp_path):
+    sampling, begun, judged = iteration.sample_cell, [], []
+
+    class Slow(Redness):
+        """Judges the pieces of the first cell only when the next is being sampled."""
+
+        def __call__(self, images, prompts, metadata):
+            if begun:
+                judged.append(begun[0].wait(30))
+            return super().__call__(images, prompts, metadata)
+
+    def sample_cell(*args, **options):
+        if len(begun) == 1:
+            begun[0].set()
+        begun.append(threading.Event())
+        return sampling(*args, **options)
+
+    monkeypatch.setattr(iteration, "sample_cell", sample_cell)
+    monkeypatch.setitem(registry._registered, "redness", lambda: Slow(concurrent=1000))
+    run(small(reward="redness", iterations=1), tmp_path / "run")
+    assert len(begun) > 1
+    assert judged
+    assert all(judged)  # none waited in vain
 
 
 def test_a_failure_while_decoding_is_the_runs(small, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from stepcredit import grids, kernels, noise, rollout, scoring
 from stepcredit.rollout import groups, layout
 from stepcredit.storage import Kept, Rows
 from stepcredit.training import collect, holding, iteration
-from stepcredit.training.collect import sample_cell, score_cell
+from stepcredit.training.collect import sample_cell
 from stepcredit.training.setup import setup
 from stepcredit.training.state import fresh
 from stepcredit.training.update import accumulate
@@ -60,7 +60,7 @@ def test_what_is_kept_gives_the_bits_of_everything(small, case):
     parts = setup(small(**CASES[case]))
     whole, lean = cell_of(parts, lean=False), cell_of(parts, lean=True)
     assert torch.equal(whole.trajectory.log_prob, lean.trajectory.log_prob)
-    R, of_lean = score_cell(parts, whole).R, score_cell(parts, lean).R
+    R, of_lean = (collect.scored(parts, [cell]).R for cell in (whole, lean))
     assert torch.equal(R.nan_to_num(math.pi), of_lean.nan_to_num(math.pi))
     wanted, stats = update(parts, whole)
     got, lean_stats = update(parts, lean.for_update(parts.recipe))

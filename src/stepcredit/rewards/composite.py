@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stepcredit.errors import nearest
-from stepcredit.rewards.base import Metadata, Reward, RewardInfo, SelfTest, judge
+from stepcredit.rewards.base import Judgement, Metadata, Reward, RewardInfo, SelfTest, judge
 from stepcredit.rewards.inputs import group_rows
 
 How = Literal["group_z", "weighted_sum"]
@@ -103,8 +103,11 @@ class Composite:
 
         Unlike the combination this may be asked for pieces of a batch, ``piece`` images at a time.
         """
-        judged = {name: judge(part, images, prompts, metadata) for name, part in self.parts.items()}
-        native = {name: one.score for name, one in judged.items()}
+        return self.named({name: judge(part, images, prompts, metadata) for name, part in self.parts.items()})
+
+    def named(self, judged: Mapping[str, Judgement]) -> dict[str, Tensor]:
+        """The parts' judgements under one set of names, as ``native`` gives them."""
+        native = {name: judged[name].score for name in self.parts}
         inner = {f"{name}.{key}": values for name, one in judged.items() for key, values in one.components.items()}
         inner |= {f"{name}.exact": one.exact for name, one in judged.items() if one.exact is not None}
         return {**native, **inner}

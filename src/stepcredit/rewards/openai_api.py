@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -82,8 +83,8 @@ class Chat:
     """A model behind ``<url>/chat/completions``, asked greedily.
 
     ``extra`` joins every request, such as ``{"chat_template_kwargs": {"enable_thinking": False}}``. ``parallel``
-    questions are under way at a time. ``on_failure``: what becomes of a question that the server does not answer:
-    ``fail`` raises, ``nan`` gives None in its place. An answer against the protocol always raises.
+    questions are under way at a time, whoever asks them. ``on_failure``: what becomes of a question that the server
+    does not answer: ``fail`` raises, ``nan`` gives None in its place. An answer against the protocol always raises.
     """
 
     endpoint: Endpoint
@@ -91,6 +92,7 @@ class Chat:
     parallel: int = 8
     on_failure: Literal["fail", "nan"] = "fail"
     extra: Mapping[str, Any] = field(default_factory=dict)
+    _free: threading.Semaphore = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = self.endpoint.reward
@@ -98,6 +100,7 @@ class Chat:
             raise ValueError(f"{name}: parallel must be at least 1; got {self.parallel}")
         if self.on_failure not in ("fail", "nan"):
             raise ValueError(f"{name}: on_failure must be 'fail' or 'nan'; got {self.on_failure!r}")
+        object.__setattr__(self, "_free", threading.Semaphore(self.parallel))
 
     def ask_all(self, questions: Sequence[Question]) -> list[Answer | None]:
         """Answers in the order of the questions."""
@@ -121,7 +124,8 @@ class Chat:
             **self.extra,
         }
         try:
-            data = self.endpoint.post("/chat/completions", json.dumps(request, allow_nan=False).encode())
+            with self._free:
+                data = self.endpoint.post("/chat/completions", json.dumps(request, allow_nan=False).encode())
         except RewardError:
             if self.on_failure == "nan":
                 return None

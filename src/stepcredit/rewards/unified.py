@@ -34,6 +34,9 @@ class UnifiedReward:
     The key comes from the environment variable STEPCREDIT_API_KEY. Raises ValueError for bad options.
     """
 
+    concurrent = 2
+    """Calls that may be under way; ``Chat`` bounds their questions together."""
+
     def __init__(
         self,
         url: str = "http://127.0.0.1:8080/v1",

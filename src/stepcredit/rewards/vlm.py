@@ -87,6 +87,9 @@ class LocalYesNo:
 class ServedYesNo:
     """The model behind an OpenAI-compatible server: one token, with its twenty likeliest alternatives."""
 
+    concurrent = 2
+    """Calls that may be under way; ``Chat`` bounds their questions together."""
+
     def __init__(self, chat: Chat, question: str, output: Output) -> None:
         self._chat, self._question, self._output = chat, question, output
         where = f"{chat.model} at {chat.endpoint.url}"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepcredit.rewards.asking import Asking
 from stepcredit.rewards.base import RewardError
 from stepcredit.rollout import Groups, Trajectory, Velocity, rollout
 from stepcredit.scoring import clean_estimates
@@ -110,23 +111,29 @@ class Scored(NamedTuple):
     """Mean of every component, and of the verdict ``exact``, over the final images."""
 
 
-def score_cell(parts: Setup, cell: Sampled) -> Earned:
-    """Clean estimates of a cell's states, decoded and judged.
+def score_cell(parts: Setup, asking: Asking, cell: Sampled) -> Callable[[], Earned]:
+    """Clean estimates of a cell's states, decoded and asked for; what they earned is known when a server has answered.
 
-    Raises RewardError and FloatingPointError as :func:`stepcredit.training.judging.judge_latents` does.
+    What is returned holds none of the cell's states. It and this raise RewardError and FloatingPointError as
+    :func:`stepcredit.training.judging.judge_latents` does.
     """
-    plan = parts.plan(cell.groups)
+    groups, numbers, plan = cell.groups, cell.numbers, parts.plan(cell.groups)
     x_0 = clean_estimates(cell.trajectory, plan, cell.velocity, parts.recipe.micro_batch)
-    prompt = cell.groups.prompt[plan.member]
-    judged = judge_latents(parts, x_0, [cell.prompts[p] for p in prompt.tolist()], prompt)
-    every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
-    bad = judged.score.isnan()
-    return Earned(
-        cell.numbers,
-        cell.groups.grouped(plan.per_state(judged.score)),
-        {name: cell.groups.grouped(values[plan.estimate[:, -1]]) for name, values in every.items()},
-        [len(bad), int(bad.sum()), int(prompt[bad][0]) if bool(bad.any()) else -1],
-    )
+    prompt = groups.prompt[plan.member]
+    answer = judge_latents(parts, asking, x_0, [cell.prompts[p] for p in prompt.tolist()], prompt)
+
+    def earned() -> Earned:
+        judged = answer()
+        every = judged.components if judged.exact is None else {**judged.components, "exact": judged.exact}
+        bad = judged.score.isnan()
+        return Earned(
+            numbers,
+            groups.grouped(plan.per_state(judged.score)),
+            {name: groups.grouped(values[plan.estimate[:, -1]]) for name, values in every.items()},
+            [len(bad), int(bad.sum()), int(prompt[bad][0]) if bool(bad.any()) else -1],
+        )
+
+    return earned
 
 
 def gathered(parts: Setup, prompts: Sequence[Prompt], cells: Sequence[Earned]) -> Scored:
@@ -149,7 +156,9 @@ def gathered(parts: Setup, prompts: Sequence[Prompt], cells: Sequence[Earned]) -
 
 def scored(parts: Setup, cells: Sequence[Sampled]) -> Scored:
     """Score this process's cells and gather what all have earned. Raises as ``score_cell`` and ``gathered``."""
-    return gathered(parts, cells[0].prompts, [score_cell(parts, cell) for cell in cells])
+    with Asking(parts.reward) as asking:
+        asked = [score_cell(parts, asking, cell) for cell in cells]
+        return gathered(parts, cells[0].prompts, [earned() for earned in asked])
 
 
 def _failures(recipe: Recipe, name: str, counts: Tensor, prompts: Sequence[Prompt]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,8 @@ from torch import Tensor
 from stepcredit import noise
 from stepcredit.policies.base import Policy
 from stepcredit.policies.placement import at_hand
-from stepcredit.rewards.base import Judgement, Reward, join, judge, require_finite, to_uint8
+from stepcredit.rewards.asking import Answer, Asking
+from stepcredit.rewards.base import Judgement, Reward, join, require_finite, to_uint8
 from stepcredit.rewards.composite import Composite
 from stepcredit.sampling import sample
 from stepcredit.tasks.base import Prompt
@@ -177,32 +179,36 @@ def evaluate(
     what one computes beyond the last batch is left out. Raises RewardError as
     :func:`stepcredit.rewards.base.judge` does, FloatingPointError for an image that is not finite, PeerLostError.
     """
-    judged: list[Judgement] = []
-    seen: list[Judgement] = []
+    judged: list[Answer] = []
+    seen: list[Answer] = []
     shown: list[Tensor] = []
     looks = Streamed()
     batches = [on[start : start + micro_batch] for start in range(0, len(on), micro_batch)]
     each = -(-len(batches) // distributed.world())
     first = distributed.rank() * each
     valid = sum(len(batch) for batch in batches[first : first + each])
-    with at_hand(policy):
+    with contextlib.ExitStack() as at_work:
+        at_work.enter_context(at_hand(policy))
+        asking = at_work.enter_context(Asking(reward))
+        watching = at_work.enter_context(Asking(watch)) if watch is not None else None
         for k in range(first, first + each):
             some = batches[min(k, len(batches) - 1)]
             decoded = _images(policy, some, steps)
             texts, metadata = [slot.prompt.text for slot in some], [slot.prompt.metadata for slot in some]
             require_finite(decoded, texts)
-            judged.append(judge(reward, decoded, texts, metadata))
-            if watch is not None:
-                seen.append(judge(watch, decoded, texts, metadata))
+            judged.append(asking(decoded, texts, metadata))
+            if watching is not None:
+                seen.append(watching(decoded, texts, metadata))
             decoded = decoded if k < len(batches) else decoded[:0]
             looks.add(decoded)
             shown.append(decoded[: max(0, keep_images - sum(map(len, shown)))].clone())
             del decoded  # before the next ones are sampled
             if progress is not None:
                 progress(min((k - first + 1) * micro_batch, valid), valid)
-    found = _gathered(reward, judged, valid, on, base)
-    if watch is not None:
-        found = replace(found, watched=_gathered(watch, seen, valid, on, base.watched if base else None))
+        found = _gathered(reward, [answer() for answer in judged], valid, on, base)
+        if watch is not None:
+            of_base = base.watched if base else None
+            found = replace(found, watched=_gathered(watch, [answer() for answer in seen], valid, on, of_base))
     kept = torch.cat(shown)
     own = kept.new_empty(0, *kept.shape[1:]) if looks.last is None else looks.last[None]
     last = distributed.gather(own)  # of each process that has any: the image before the next one's first

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stepcredit import advantage as advantages
 from stepcredit import credit as credits_
+from stepcredit.rewards.asking import Asking
 from stepcredit.rollout import Groups
 from stepcredit.training import cells, distributed
 from stepcredit.training.collect import Earned, Sampled, gathered, sample_cell, score_cell
@@ -31,8 +32,9 @@ Progress = Callable[[str, int, int], None]
 def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, Any]:
     """Make the next iteration and return its line for metrics.jsonl.
 
-    A cell is scored as soon as it is sampled, and keeps from then on the states that its update replays, no others.
-    Of several processes each samples, scores and replays its own cells of the batch, and all make the same updates.
+    A cell's rewards are asked for as soon as it is sampled, and it keeps from then on the states that its update
+    replays, no others. Of several processes each samples, scores and replays its own cells of the batch, and all make
+    the same updates.
     Raises RewardError or FloatingPointError with a sentence that helps, or PeerLostError; the weights are then as after
     the last good update. An update whose gradient is not finite or a spike is skipped and counted.
     """
@@ -47,19 +49,20 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
         numbers = torch.arange(groups.count).view(len(cut), len(cut[0]), -1)
     steps = _counted(progress, "rollout", len(cut) * len(mine) * recipe.steps)
     sampled: list[list[Sampled]] = []
-    earned: list[Earned] = []
-    for u, update in enumerate(cut):
-        sampled.append([])
-        for k in mine:
-            with clock("rollout"):
-                cell = sample_cell(parts, iteration, prompts, update[k], numbers[u, k], steps)
-            progress("scoring", len(earned), len(cut) * len(mine))
-            with clock("scoring"):
-                earned.append(score_cell(parts, cell))
-                cell = cell.for_update(recipe)  # nothing holds the other states while the next cell is sampled
-            sampled[-1].append(cell)
-    with clock("scoring"):
-        R, failed, components = gathered(parts, prompts, earned)
+    asked: list[Callable[[], Earned]] = []
+    with Asking(parts.reward) as asking:  # a server may judge one cell while the next is sampled
+        for u, update in enumerate(cut):
+            sampled.append([])
+            for k in mine:
+                with clock("rollout"):
+                    cell = sample_cell(parts, iteration, prompts, update[k], numbers[u, k], steps)
+                progress("scoring", len(asked), len(cut) * len(mine))
+                with clock("scoring"):
+                    asked.append(score_cell(parts, asking, cell))
+                    cell = cell.for_update(recipe)  # nothing holds the other states while the next cell is sampled
+                sampled[-1].append(cell)
+        with clock("scoring"):
+            R, failed, components = gathered(parts, prompts, [earned() for earned in asked])
 
     credit = credit_of(recipe, R, groups.trained)
     advantage = getattr(advantages, recipe.advantage)(credit, groups.trained, global_std=recipe.global_std)
