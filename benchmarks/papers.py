@@ -7,7 +7,8 @@ and plots are made from whatever there is.
 
     python benchmarks/papers.py                  # everything that is missing, 5 seeds: hours
     python benchmarks/papers.py --only main      # one row
-    python benchmarks/papers.py --quick          # the main row with one seed
+    python benchmarks/papers.py --quick          # the main row with one seed, at the learning rates known here
+    python benchmarks/papers.py --quick --results /tmp/anew --runs /tmp/anew   # the same, run anew: minutes
     python benchmarks/papers.py --minutes 20     # stop after 20 minutes, saved; the same command goes on
     python benchmarks/papers.py --table          # write docs/evidence.md from the results and run nothing
 """
@@ -57,29 +58,38 @@ class Piece:
         return found if found["recipe"] == fingerprint(self.run.recipe) else None
 
 
+@dataclass(frozen=True)
+class Places:
+    """Folders of a reproduction: of the runs, and of what is kept of them."""
+
+    runs: Path
+    results: Path
+
+
 def fingerprint(recipe: recipes.Recipe) -> str:
     """A short name of all in which a recipe differs from the defaults: a key that is new changes no old result."""
     own = recipe.model_dump(mode="json", exclude_defaults=True)
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def piece(method: Method, lr: float, seed: int, runs: Path, **changes: Any) -> Piece:
+def piece(method: Method, lr: float, seed: int, places: Places, **changes: Any) -> Piece:
     """The run of a method with a learning rate and a seed."""
     recipe = recipes.load(method.recipe, {**method.changes, **changes, "lr": lr, "seed": seed})
     name = f"{method.name}-lr{lr:g}-{recipe.iterations}-seed{seed}"
-    return Piece(Planned(method.name, seed, recipe, runs / name), RESULTS / f"{name}.json")
+    return Piece(Planned(method.name, seed, recipe, places.runs / name), places.results / f"{name}.json")
 
 
-def tuning(method: Method, runs: Path) -> list[Piece]:
+def tuning(method: Method, places: Places) -> list[Piece]:
     """The trials of a method's learning rate, short and on a seed of their own."""
-    return [piece(method, lr, TUNING_SEED, runs, iterations=TUNING_ITERATIONS) for lr in RATES]
+    return [piece(method, lr, TUNING_SEED, places, iterations=TUNING_ITERATIONS) for lr in RATES]
 
 
-def chosen(method: Method, runs: Path) -> float | None:
+def chosen(method: Method, places: Places) -> float | None:
     """Its own, or that whose trial had the highest mean held-out reward; None before all trials are known."""
     if method.rate is not None:
         return method.rate
-    found = {lr: one.known for lr, one in zip(RATES, tuning(METHODS[method.rate_of or method.name], runs), strict=True)}
+    trials = tuning(METHODS[method.rate_of or method.name], places)
+    found = {lr: one.known for lr, one in zip(RATES, trials, strict=True)}
     scores = {lr: page.area(known["curve"]) for lr, known in found.items() if known is not None}
     return max(scores, key=lambda lr: scores[lr]) if len(scores) == len(RATES) else None
 
@@ -119,12 +129,14 @@ def keep(one: Piece) -> None:
     write_text_atomic(one.result, json.dumps(result, indent=1) + "\n")
 
 
-def results_of(row: Row, runs: Path, seeds: Sequence[int]) -> Mapping[str, list[dict[str, Any]]]:
+def results_of(
+    row: Row, places: Places, rates: Mapping[str, float | None], seeds: Sequence[int]
+) -> Mapping[str, list[dict[str, Any]]]:
     """Results of a row's methods for the seeds that all of them have."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for name in row.methods:
-        lr = chosen(METHODS[name], runs)
-        pieces = {} if lr is None else {seed: piece(METHODS[name], lr, seed, runs).known for seed in seeds}
+        lr = rates[name]
+        pieces = {} if lr is None else {seed: piece(METHODS[name], lr, seed, places).known for seed in seeds}
         found[name] = {seed: known for seed, known in pieces.items() if known is not None}
     common = [seed for seed in seeds if all(seed in some for some in found.values())]
     return {name: [some[seed] for seed in common] for name, some in found.items()}
@@ -140,11 +152,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the main row with one seed, printed only")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--runs", type=Path, default=Path("runs/papers"))
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where results are kept; with an empty folder all is run anew"
+    )
     options = parser.parse_args()
     rows = [row for row in ROWS if not options.only or row.name in options.only]
     if options.quick:
         rows = rows[:1]
     seeds = range(1 if options.quick else options.seeds)
+    places = Places(options.runs, options.results)
+    rated = Places(options.runs, RESULTS) if options.quick else places  # quickly: with the rates that are known
+    methods = {name: METHODS[name] for row in rows for name in row.methods}
     stop = Stop()
     if not options.table:
         if options.minutes:
@@ -152,23 +170,22 @@ def main() -> None:
             timer.daemon = True
             timer.start()
         with interruptible(stop, console.print):
-            wanted = [METHODS[name] for row in rows for name in row.methods]
-            tuned = {method.rate_of or method.name for method in wanted if method.rate is None}
-            compute([one for name in sorted(tuned) for one in tuning(METHODS[name], options.runs)], options.jobs, stop)
-            rates = {name: chosen(METHODS[name], options.runs) for row in rows for name in row.methods}
+            tuned = sorted({one.rate_of or one.name for one in methods.values() if one.rate is None})
+            compute([one for name in tuned for one in tuning(METHODS[name], rated)], options.jobs, stop)
             compute(
                 [
-                    piece(METHODS[name], lr, seed, options.runs)
+                    piece(METHODS[name], lr, seed, places)
                     for row in rows
                     for seed in seeds
                     for name in row.methods
-                    if (lr := rates[name]) is not None
+                    if (lr := chosen(METHODS[name], rated)) is not None
                 ],
                 options.jobs,
                 stop,
             )
-    found = [(row, results_of(row, options.runs, seeds)) for row in rows]
-    if options.quick or options.only:
+    rates = {name: chosen(method, rated) for name, method in methods.items()}
+    found = [(row, results_of(row, places, rates, seeds)) for row in rows]
+    if options.quick or options.only or options.results != RESULTS:
         console.print("\n".join(line for row, results in found for line in page.section(row, results)), markup=False)
     else:
         page.write(HERE.parent / "docs", found)

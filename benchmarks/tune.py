@@ -1,9 +1,10 @@
-"""The trials behind the bundled recipes, kept and resumable.
+"""The trials behind the bundled recipes, kept and resumable: the same budget for every method.
 
-Every trial is one run of a bundled recipe with some keys changed; its result is a line of results/tuning.jsonl, and a
-trial that has its line is not run again. `--jobs` trials run side by side, each with one thread.
+First three learning rates, then, at the best of them, the kernels and levels of its list. A trial is one run of a
+bundled recipe with some keys changed, judged by the 1,000 held-out prompts at its end; its result is a line of
+results/tuning.jsonl, and a trial that has its line is not run again. `--jobs` trials run side by side, one thread each.
 
-    python benchmarks/tune.py [--jobs 2] [--only SUBSTRING] [--seeds 0 1 2] [--table]
+    python benchmarks/tune.py [--jobs 2] [--only RECIPE ...] [--seeds 0 1 2] [--table]
 """
 
 from __future__ import annotations
@@ -20,42 +21,69 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "tuning.jsonl"
-Trial = tuple[str, dict[str, Any]]
+Changes = dict[str, Any]
 
-TRIALS: list[Trial] = [
-    ("compose-stepwise", {}),
-    ("compose-uniform", {}),
-    ("compose-stepwise", {"credit": "gain", "estimate": "full", "prompts_per_iteration": 16, "iterations": 16}),
-    *(("compose-stepwise", {"credit": "gain", "prompts_per_iteration": 8, "lr": lr}) for lr in (1e-4, 2e-4, 4e-4)),
-    ("compose-stepwise", {"credit": "gain", "prompts_per_iteration": 8, "kernel": "cps", "lr": 2e-4}),
-    ("compose-uniform", {"prompts_per_iteration": 8, "lr": 2e-4}),
-]
+RATES: tuple[Changes, ...] = ({"lr": 3e-4}, {"lr": 6e-4}, {"lr": 1.2e-3})
+NOISES: tuple[Changes, ...] = (
+    {"kernel": "flow_sde", "level": 0.5},
+    {"kernel": "flow_sde", "level": 0.9},
+    {"kernel": "cps", "level": 0.7},
+    {"kernel": "ddim", "level": 0.7},
+)
+"""Beside flow_sde 0.7, with which the learning rates are compared."""
+BUDGETS: dict[str, tuple[Changes, ...]] = {
+    "compose-turning-point": NOISES,
+    "compose-tempflow": NOISES,
+    "compose-gae": NOISES,
+    "compose-stepwise-paper": ({"level": 0.5}, {"level": 0.9}),
+    "compose-turning-point-paper": (),
+    "compose-stepwise": NOISES,
+    "compose-uniform": NOISES,
+}
+"""What is tried of every recipe beside RATES. A -paper recipe keeps all that its paper publishes."""
 
 
 def main() -> None:
     """Run the missing trials, then print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--jobs", type=int, default=2)
-    arguments.add_argument("--only", default="", help="run trials whose description contains this")
+    arguments.add_argument("--only", nargs="+", default=list(BUDGETS), choices=list(BUDGETS), metavar="RECIPE")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--table", action="store_true", help="print the results and run nothing")
     options = arguments.parse_args()
-    known = {(r["recipe"], _key(r["changes"]), r["seed"]) for r in results()}
-    wanted = [
-        (recipe, changes, seed)
-        for seed in options.seeds
-        for recipe, changes in TRIALS
-        if (recipe, _key(changes), seed) not in known and options.only in f"{recipe} {_key(changes)}"
-    ]
     if not options.table:
         RESULTS.parent.mkdir(exist_ok=True)
         with ThreadPoolExecutor(options.jobs) as pool:
-            for done in pool.map(lambda trial: run(*trial), wanted):
-                print(done, flush=True)
+            for seed in options.seeds:
+                for trials in (first, second):
+                    wanted = [(recipe, changes, seed) for recipe in options.only for changes in trials(recipe, seed)]
+                    for done in pool.map(lambda trial: run(*trial), [one for one in wanted if known(*one) is None]):
+                        print(done, flush=True)
     table()
 
 
-def run(recipe: str, changes: dict[str, Any], seed: int) -> str:
+def first(recipe: str, seed: int) -> list[Changes]:
+    """The trials of the learning rate."""
+    return list(RATES)
+
+
+def second(recipe: str, seed: int) -> list[Changes]:
+    """The trials of the noise, at the best learning rate; none before all of those are known."""
+    found = [known(recipe, changes, seed) for changes in RATES]
+    scores = [result["after"]["mean"] for result in found if result is not None]
+    if len(scores) < len(RATES):
+        return []
+    best = RATES[max(range(len(RATES)), key=lambda k: scores[k])]
+    return [{**best, **changes} for changes in BUDGETS[recipe]]
+
+
+def known(recipe: str, changes: Changes, seed: int) -> dict[str, Any] | None:
+    """The result of a trial, None if it has not been run."""
+    wanted = (recipe, changes, seed)
+    return next((r for r in results() if (r["recipe"], r["changes"], r["seed"]) == wanted), None)
+
+
+def run(recipe: str, changes: Changes, seed: int) -> str:
     """Train one trial in a process of its own and append its result."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [word for key, value in changes.items() for word in (f"--{key.replace('_', '-')}", *str(value).split())]
@@ -65,7 +93,7 @@ def run(recipe: str, changes: dict[str, Any], seed: int) -> str:
             [*command, "--seed", str(seed), *flags], env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            return f"FAILED {recipe} {_key(changes)} seed {seed}: {done.stderr.strip()[-300:]}"
+            return f"FAILED {recipe} {_text(changes)} seed {seed}: {done.stderr.strip()[-300:]}"
         summary = json.loads((Path(folder) / "trial" / "summary.json").read_text())
         lines = [json.loads(line) for line in (Path(folder) / "trial" / "metrics.jsonl").read_text().splitlines()]
     result = {
@@ -74,15 +102,17 @@ def run(recipe: str, changes: dict[str, Any], seed: int) -> str:
         "seed": seed,
         "before": summary["reward_before"],
         "after": summary["reward_after"],
+        "change": summary["improvement"],
         "exact_after": summary["exact_after"]["mean"],
         "during": {line["iteration"]: line["evaluation"]["mean"] for line in lines[1:] if line["evaluation"]},
         "iterations": summary["iterations"],
+        "stopped": summary["stopped"],
         "seconds": summary["seconds"],
         "model_evaluations": summary["model_evaluations"],
     }
     with RESULTS.open("a") as file:
         file.write(json.dumps(result) + "\n")
-    return f"{recipe} {_key(changes)} seed {seed}: {result['before']['mean']:.3f} -> {result['after']['mean']:.3f}"
+    return f"{recipe} {_text(changes)} seed {seed}: {result['before']['mean']:.3f} -> {result['after']['mean']:.3f}"
 
 
 def results() -> list[dict[str, Any]]:
@@ -91,30 +121,26 @@ def results() -> list[dict[str, Any]]:
 
 
 def table() -> None:
-    """Print the results as Markdown: the mean over seeds of every trial."""
+    """Print the results as Markdown, a line for each trial: the change on held-out prompts, seed by seed."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for result in results():
-        groups[result["recipe"], _key(result["changes"])].append(result)
-    print("| recipe | changes | seeds | after 10 | after 20 | after all | lowest - highest | s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for (recipe, changes), trials in sorted(groups.items()):
-        after = [t["after"]["mean"] for t in trials]
-        during = [
-            _mean([t["during"][k] for t in trials]) if all(k in t["during"] for t in trials) else ""
-            for k in ("10", "20")
-        ]
-        print(
-            f"| {recipe} | {changes} | {len(trials)} | {during[0]} | {during[1]} | {_mean(after)} "
-            f"| {min(after):.3f} - {max(after):.3f} | {sum(t['seconds'] for t in trials) / len(trials):.0f} |"
+        groups[result["recipe"], _text(result["changes"])].append(result)
+    print("| recipe | changed | change on the held-out prompts, by seed | updates | s |")
+    print("|---|---|---|---|---|")
+    for (recipe, changes), trials in groups.items():
+        gains = ", ".join(
+            "{mean:+.3f} [{low:+.3f}, {high:+.3f}]".format(**t["change"])
+            for t in sorted(trials, key=lambda t: t["seed"])
         )
+        updates = ", ".join(sorted({str(t["iterations"]) for t in trials}))
+        seconds = sum(t["seconds"] for t in trials) / len(trials)
+        print(f"| `{recipe}` | {changes} | {gains} | {updates} | {seconds:.0f} |")
 
 
-def _mean(values: list[float]) -> str:
-    return f"{sum(values) / len(values):.3f}"
-
-
-def _key(changes: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in changes.items())
+def _text(changes: Changes) -> str:
+    return ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in changes.items()
+    )
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ BASE: Mapping[str, Any] = {
     "checkpoint_every": 0,
 }
 """Of every run: two pictures of each held-out word before and after, one of each during the run."""
-RATES = (1.5e-4, 3e-4, 6e-4)
+RATES = (1.5e-4, 3e-4, 6e-4, 1.2e-3)
 """Learning rates that every method may choose from."""
 LONGER: Mapping[str, Any] = {"iterations": 24}
+PUBLISHED: Mapping[str, Any] = {"window": [0, 10], "step_weight": "none"}
+"""All steps trained, each with the weight that it has by itself, which grows with |d mu / d v| / std."""
 TUNING_ITERATIONS = 9
 TUNING_SEED = 100
 """Shares no prompt batch and no noise with the seeds of the rows."""
@@ -61,6 +63,8 @@ _METHODS = (
     Method("turning-point", "spell-turning-point"),
     Method("uniform-longer", "spell-uniform", LONGER, rate=RATES[1]),
     Method("stepwise-longer", "spell-stepwise", LONGER, rate=RATES[1]),
+    Method("uniform-published", "spell-uniform", PUBLISHED),
+    Method("stepwise-published", "spell-stepwise", PUBLISHED),
     Method("uniform-ddim", "spell-uniform", {"kernel": "ddim", "level": None}),
     Method("stepwise-ddim", "spell-stepwise", {"kernel": "ddim", "level": None}),
     _step("joint", advantage="joint"),
@@ -92,6 +96,13 @@ ROWS = (
         "As above. A trial of nine updates favours high rates; what a lower one does in more updates was not in the "
         "choice.",
         ("uniform-longer", "stepwise-longer"),
+    ),
+    Row(
+        "published",
+        "The same with the published objective: all ten steps, none weighted",
+        "As above. The papers train every step with the weight that it has by itself; here uniform credit is given the "
+        "first six steps and balanced weights as well.",
+        ("uniform-published", "stepwise-published"),
     ),
     Row(
         "normalisation",
