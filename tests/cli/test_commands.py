@@ -155,6 +155,15 @@ def test_a_checkpoint_that_is_not_there_is_refused_and_those_that_are_are_named(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("command", ["sample", "inspect"])
+def test_a_checkpoint_of_a_recipe_is_refused(tmp_path, capsys, command):
+    to = str(tmp_path / "file")
+    assert main([command, "compose-uniform", "--to", to, "--checkpoint", "best"]) == 2
+    said = capsys.readouterr().err
+    assert "--checkpoint best belongs to the folder of a run, and 'compose-uniform' is a recipe" in said
+    assert not (tmp_path / "file").exists()
+
+
 def test_pretrain_writes_a_model_that_trains_and_is_the_same_twice(tmp_path, capsys):
     flags = ["--steps", "3", "--threads", "1"]
     assert main(["pretrain", "compose", "--to", str(tmp_path / "a.safetensors"), *flags]) == 0

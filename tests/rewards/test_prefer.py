@@ -263,7 +263,7 @@ def test_a_file_is_read_back_as_it_was_written_and_damaged_ones_are_refused(tmp_
     tensors = load_file(path)
     entry = {"stepcredit": json.dumps(prefer_model.read_metadata(path))}
     for name, changed, header, message in (
-        ("odd", {**tensors, "log_scale": torch.zeros(2)}, entry, "other weights than its header describes"),
+        ("odd", {**tensors, "log_scale": torch.zeros(2)}, entry, "'log_scale' is torch.float32 .2,., not float32"),
         ("nan", {**tensors, "log_scale": torch.tensor(torch.nan)}, entry, "'log_scale' .* is not finite"),
         ("kind", tensors, {"stepcredit": "{}"}, "its format is None"),
         (

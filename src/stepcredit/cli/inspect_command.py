@@ -16,7 +16,7 @@ from stepcredit.inspection import collect
 from stepcredit.reports import inspection as page
 from stepcredit.reports import style
 from stepcredit.training import models
-from stepcredit.training.chosen import chosen
+from stepcredit.training.chosen import chosen, require_run
 from stepcredit.training.setup import setup
 from stepcredit.training.state import load_weights
 
@@ -50,6 +50,8 @@ def run(argv: Sequence[str]) -> int:
     parsed = parse_with_recipe(Inspect, "inspect", argv)
     args = parsed.own
     folder = Path(parsed.source) if (Path(parsed.source) / "recipe.yaml").is_file() else None
+    if folder is None:
+        require_run(parsed.source, args.checkpoint)
     target = args.to or (folder or Path()) / "inspect.html"
     if target.exists() and not args.force:
         raise UserError(f"{str(target)!r} exists; give another --to, or --force to overwrite it")

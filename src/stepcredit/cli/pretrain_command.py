@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,33 +39,35 @@ class Pretrain:
 def run(argv: Sequence[str]) -> int:
     """Run the command."""
     args = parse(Pretrain, "pretrain", argv)
-    if args.task == "prefer":
-        return pretrain_scorer.run(args.to or Path("prefer.safetensors"), args.steps, args.seed, args.threads)
-    try:
-        shipped = pretrain.shipped(args.task)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     to = args.to or Path(f"{args.task}.safetensors")
     if to.exists():
         raise UserError(f"{str(to)!r} exists and is not overwritten; give another --to")
     torch.set_num_threads(args.threads)
-    config = replace(shipped, steps=shipped.steps if args.steps is None else args.steps, seed=args.seed)
     out = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=out, disable=not out.is_terminal) as bar:
+        make = pretrain_scorer.run if args.task == "prefer" else partial(_base_model, args.task)
+        use = make(to, args.steps, args.seed, bar)
+    out.print(f"wrote {to}; train with it: {use}")
+    return 0
+
+
+def _base_model(task: str, to: Path, steps: int | None, seed: int, bar: Progress) -> str:
+    """Train the base model of a task, write it to ``to`` and say how to use it. Raises UserError."""
+    try:
+        shipped = pretrain.shipped(task)
+        config = replace(shipped, steps=shipped.steps if steps is None else steps, seed=seed)
         job = bar.add_task("flow matching", total=config.steps)
 
         def report(progress: pretrain.Progress) -> None:
             bar.update(job, completed=progress.step, description=f"loss {progress.loss:.4f}")
             if progress.exact is not None:
                 line = f"step {progress.step:>6}  loss {progress.loss:.4f}  held-out reward {progress.reward:.3f}"
-                out.print(f"{line}  exact {progress.exact:.1%}")
+                bar.console.print(f"{line}  exact {progress.exact:.1%}")
 
-        try:
-            policy = pretrain.pretrain(config, report)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        policy = pretrain.pretrain(config, report)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     to.parent.mkdir(parents=True, exist_ok=True)
     policy.save(to, pretrain.metadata(config))
-    out.print(f"wrote {to}; train from it with: stepcredit train {args.task}-stepwise --model {to}")
-    return 0
+    return f"stepcredit train {task}-stepwise --model {to}"

@@ -16,7 +16,7 @@ from stepcredit.rewards.base import to_uint8
 from stepcredit.sampling import sample
 from stepcredit.tasks import files
 from stepcredit.training import models, pictures
-from stepcredit.training.chosen import chosen
+from stepcredit.training.chosen import chosen, require_run
 from stepcredit.training.setup import torch_device
 from stepcredit.training.state import load_weights
 
@@ -59,6 +59,9 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"{str(args.to)!r} exists; give another --to, or --force to overwrite it")
     if args.count < 1 or args.enlarge < 1:
         raise UserError(f"--count and --enlarge must be at least 1, not {args.count} and {args.enlarge}")
+    of_run = (Path(args.source) / "recipe.yaml").is_file()
+    if not of_run:
+        require_run(args.source, args.checkpoint)
     recipe = resolve(args.source)
     out = console()
     try:
@@ -71,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
         else:
             _, heldout = tasks.prompts_of(task, heldout=recipe.heldout_prompts, practice=models.is_tiny(recipe))
             texts = [prompt.text for prompt in tasks.draw(heldout, args.count, "heldout")]
-        if (Path(args.source) / "recipe.yaml").is_file() and args.weights != "base":
+        if of_run and args.weights != "base":
             saved = chosen(Path(args.source), args.checkpoint, out.print)
             load_weights(policy, saved, "ema" if args.weights == "ema" else "weights")
         drawn = [texts[k % len(texts)] for k in range(args.count)]

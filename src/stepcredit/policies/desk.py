@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -17,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stepcredit import grids
+from stepcredit import grids, model_files
 from stepcredit.errors import nearest
 from stepcredit.policies.base import Conditioning
 from stepcredit.policies.desk_model import DeskConfig, DeskTransformer
-from stepcredit.untrusted import loads, quoted
+from stepcredit.untrusted import loads
 
-FORMAT = "stepcredit-desk-1"
-_ENTRY = "stepcredit"
+KIND = model_files.Kind("stepcredit-desk-1", "a desk model", "stepcredit pretrain")
 SHIFT = 3.0
 """Of the time grid, as SD3.5-M."""
 LANGUAGES = {"compose": "stepcredit.tasks.compose.prompts", "spell": "stepcredit.tasks.spell.prompts"}
@@ -75,7 +71,7 @@ class DeskPolicy:
         task, config, tensors = _read(Path(path))
         with torch.device("meta"):
             model = DeskTransformer(config)
-        _fit(tensors, model, Path(path))
+        model_files.require_fit(tensors, model, Path(path))
         model.load_state_dict(tensors, assign=True)
         return cls(model, task)
 
@@ -84,7 +80,7 @@ class DeskPolicy:
         task, config, tensors = _read(Path(path))
         if (task, config) != (self.task, self.model.config):
             raise ValueError(f"{path} holds a {task} model {config}; this policy is {self.task} {self.model.config}")
-        _fit(tensors, self.model, Path(path))
+        model_files.require_fit(tensors, self.model, Path(path))
         self.model.load_state_dict(tensors)
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -93,21 +89,11 @@ class DeskPolicy:
         Raises ValueError for a weight that is not finite or a metadata key that the format uses itself.
         """
         header = {
-            "format": FORMAT,
             "task": self.task,
             "config": json.dumps(asdict(self.model.config)),
             "vocabulary": json.dumps(vocabulary(self.task)),
         }
-        taken = header.keys() & (metadata or {}).keys()
-        if taken:
-            raise ValueError(f"metadata key {min(taken)!r} belongs to the format; use another")
-        tensors = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in self.model.state_dict().items()}
-        _require_finite(tensors, "the model")
-        path = Path(path)
-        partial = path.with_name(path.name + ".tmp")
-        # one entry: safetensors writes several in an order that differs from file to file
-        save_file(tensors, partial, metadata={_ENTRY: json.dumps({**header, **(metadata or {})})})
-        os.replace(partial, path)
+        KIND.save(Path(path), self.model, header, metadata)
 
     @property
     def device(self) -> torch.device:
@@ -159,22 +145,7 @@ def vocabulary(task: str) -> tuple[str, ...]:
 
 def read_metadata(path: str | Path) -> dict[str, str]:
     """Header of a desk model's file. Raises FileNotFoundError, or ValueError for a file of another kind."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; `stepcredit pretrain` makes a desk model")
-    try:
-        with safe_open(path, framework="pt") as file:
-            entry = (file.metadata() or {}).get(_ENTRY, "{}")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or make it anew") from error
-    try:
-        header = loads(entry)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a desk model: its header is not JSON ({error})") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        found = header.get("format") if isinstance(header, dict) else header
-        raise ValueError(f"{path} is not a desk model: its format is {quoted(found)}, not {FORMAT!r}")
-    return {str(key): str(value) for key, value in header.items()}
+    return KIND.header(Path(path))
 
 
 def _language(task: str) -> Any:
@@ -189,7 +160,7 @@ def _evaluate(model: DeskTransformer, x: Tensor, t: Tensor, cond: Conditioning) 
 
 
 def _read(path: Path) -> tuple[str, DeskConfig, dict[str, Tensor]]:
-    header = read_metadata(path)
+    header = KIND.header(path)
     try:
         task = header["task"]
         config = DeskConfig(**loads(header["config"]))
@@ -198,8 +169,7 @@ def _read(path: Path) -> tuple[str, DeskConfig, dict[str, Tensor]]:
         raise ValueError(f"the header of {path} does not describe a desk model: {error}") from error
     if known != list(vocabulary(task)) or config.words != len(known):
         raise ValueError(f"{path} was trained on another vocabulary; rebuild it with `stepcredit pretrain {task}`")
-    with safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors = model_files.tensors_of(path)
     # before the model is built: a header may ask for more layers than a machine builds in an hour
     if config.depth > len(tensors):
         raise ValueError(f"{path} has {len(tensors)} weights for {config.depth} layers; it is of another architecture")
@@ -210,23 +180,3 @@ def _read(path: Path) -> tuple[str, DeskConfig, dict[str, Tensor]]:
             f"{path} lacks the weight 'positions' [{cells}, {config.hidden}]; it is of another architecture"
         )
     return task, config, tensors
-
-
-def _fit(tensors: Mapping[str, Tensor], model: nn.Module, path: Path) -> None:
-    """Raise ValueError unless the tensors are exactly the model's, float32 and finite."""
-    wanted = model.state_dict()
-    for key in sorted(wanted.keys() | tensors.keys()):
-        if key not in tensors:
-            raise ValueError(f"{path} lacks the weight {key!r}; it is of another architecture")
-        if key not in wanted:
-            raise ValueError(f"{path} has an unknown weight {key!r}; it is of another architecture")
-        found, shape = tensors[key], tuple(wanted[key].shape)
-        if tuple(found.shape) != shape or found.dtype != torch.float32:
-            raise ValueError(f"{path}: weight {key!r} is {found.dtype} {tuple(found.shape)}, not float32 {shape}")
-    _require_finite(tensors, str(path))
-
-
-def _require_finite(tensors: Mapping[str, Tensor], owner: str) -> None:
-    for key, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"weight {key!r} of {owner} is not finite; go back to an earlier checkpoint")

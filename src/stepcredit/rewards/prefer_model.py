@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepcredit import model_files
 from stepcredit.tasks.compose.prompts import MAX_WORDS, tokenize, vocabulary
 from stepcredit.tasks.compose.render import SIZE
-from stepcredit.untrusted import loads, quoted
+from stepcredit.untrusted import loads
 
-FORMAT = "stepcredit-prefer-1"
+KIND = model_files.Kind("stepcredit-prefer-1", "a scorer", "stepcredit pretrain prefer")
 MAX_SCALE = 30.0
 """Largest factor of the cosine; the learned one is held to it."""
-_ENTRY = "stepcredit"
 _GROUPS = 8
 
 
@@ -133,21 +130,14 @@ class _Block(nn.Module):
 def save(scorer: Scorer, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a scorer as float32 safetensors, in one rename; ``metadata`` joins the header.
 
-    Raises ValueError for a metadata key that the format uses itself.
+    Raises ValueError for a weight that is not finite or a metadata key that the format uses itself.
     """
-    header = {
-        "format": FORMAT,
-        "config": json.dumps(asdict(scorer.config)),
-        "vocabulary": json.dumps(vocabulary()),
-    }
-    taken = header.keys() & (metadata or {}).keys()
-    if taken:
-        raise ValueError(f"metadata key {min(taken)!r} belongs to the format; use another")
-    tensors = {key: value.detach().cpu().float().contiguous() for key, value in scorer.state_dict().items()}
-    partial = path.with_name(path.name + ".tmp")
-    # one entry: safetensors writes several in an order that differs from file to file
-    save_file(tensors, partial, metadata={_ENTRY: json.dumps({**header, **(metadata or {})})})
-    os.replace(partial, path)
+    KIND.save(
+        path,
+        scorer,
+        {"config": json.dumps(asdict(scorer.config)), "vocabulary": json.dumps(vocabulary())},
+        metadata,
+    )
 
 
 def load(path: Path) -> Scorer:
@@ -156,40 +146,19 @@ def load(path: Path) -> Scorer:
     Raises FileNotFoundError, or ValueError for a file that is damaged, of another kind, architecture or vocabulary, or
     holds a weight that is not finite.
     """
-    header, tensors = _read(path)
+    header = KIND.header(path)
     try:
         config = ScorerConfig(**loads(header["config"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the header of {path} does not describe a scorer: {error}") from error
     if header.get("vocabulary") != json.dumps(vocabulary()):
         raise ValueError(f"{path} was trained on another vocabulary; rebuild it with `stepcredit pretrain prefer`")
-    scorer = Scorer(config)
-    wanted = {key: (tuple(value.shape), value.dtype) for key, value in scorer.state_dict().items()}
-    if wanted != {key: (tuple(value.shape), value.dtype) for key, value in tensors.items()}:
-        raise ValueError(f"{path} holds other weights than its header describes; fetch or make it anew")
-    bad = next((key for key, value in tensors.items() if not bool(value.isfinite().all())), None)
-    if bad is not None:
-        raise ValueError(f"weight {bad!r} of {path} is not finite; fetch or make it anew")
+    scorer, tensors = Scorer(config), model_files.tensors_of(path)
+    model_files.require_fit(tensors, scorer, path)
     scorer.load_state_dict(tensors)
     return scorer.requires_grad_(False).eval()
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Header of a scorer's file. Raises as :func:`load`."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; `stepcredit pretrain prefer` makes a scorer")
-    try:
-        with safe_open(path, framework="pt") as file:
-            entry = (file.metadata() or {}).get(_ENTRY, "{}")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        header = loads(entry)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); fetch or make it anew") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        found = header.get("format") if isinstance(header, dict) else header
-        raise ValueError(f"{path} is not a scorer: its format is {quoted(found)}, not {FORMAT!r}")
-    return {str(key): str(value) for key, value in header.items()}, tensors
+    return KIND.header(path)

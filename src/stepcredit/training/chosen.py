@@ -43,3 +43,12 @@ def chosen(run: Path, which: str, say: Warn) -> Checkpoint:
         f"of iteration {best.iteration} (--checkpoint latest takes the last)"
     )
     return best
+
+
+def require_run(source: str, which: str) -> None:
+    """Raise UserError where a checkpoint is asked for of a recipe, which has none."""
+    if which != AUTO:
+        raise UserError(
+            f"--checkpoint {which} belongs to the folder of a run, and {source!r} is a recipe, whose base model is "
+            "shown; give the folder, or leave --checkpoint out"
+        )

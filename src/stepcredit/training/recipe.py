@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stepcredit.errors import UserError, nearest
+from stepcredit.training import recipe_rules
 from stepcredit.untrusted import clean_lines, load_yaml, quoted
 
 LARGEST = 1 << 20
@@ -214,60 +214,7 @@ class Recipe(BaseModel):
                 raise ValueError(
                     f"{key} = {quoted(value)} holds a control character, or a number of {LARGEST_INTEGER:g} or more"
                 )
-        total = self.prompts_per_iteration * self.group_size
-        if total % self.micro_batch:
-            divisors = [n for k in range(1, math.isqrt(total) + 1) if total % k == 0 for n in (k, total // k)]
-            fitting = max(n for n in divisors if n <= self.micro_batch)
-            raise ValueError(
-                f"micro_batch {self.micro_batch} does not divide prompts_per_iteration x group_size = "
-                f"{self.prompts_per_iteration} x {self.group_size} = {total}; the largest that fits is {fitting}"
-            )
-        if self.prompts_per_iteration % self.updates_per_rollout:
-            raise ValueError(
-                f"updates_per_rollout {self.updates_per_rollout} does not divide prompts_per_iteration "
-                f"{self.prompts_per_iteration}: every update takes an equal share of the prompts"
-            )
-        if self.replay == "retain" and self.updates_per_rollout > 1:
-            raise ValueError(
-                f"replay 'retain' holds the gradients of the policy that sampled, and with updates_per_rollout "
-                f"{self.updates_per_rollout} all updates but the first are of another policy; use 'recompute'"
-            )
-        if self.shard and self.window_size is not None:
-            raise ValueError(
-                f"shard needs equally many model calls on every process, which windows drawn by window_size "
-                f"{self.window_size} do not give; use a fixed window, or leave shard out"
-            )
-        if self.credit == "tempflow" and not self.branch:
-            raise ValueError("credit 'tempflow' judges single steps, which needs branch: true")
-        if self.branch and self.credit not in ("tempflow", "uniform"):
-            raise ValueError(
-                f"branch: true gives one noisy step a member, so credit is 'tempflow', not {self.credit!r}"
-            )
-        if self.advantage == "group" and self.credit not in ("uniform", "tempflow"):
-            raise ValueError(
-                f"advantage 'group' needs credit that is equal over steps, which {self.credit!r} is not; "
-                "use 'centred', 'joint' or 'per_step'"
-            )
-        if self.ratio == "normalised" and self.kernel != "flow_sde":
-            raise ValueError(f"ratio 'normalised' is defined for kernel 'flow_sde' only, not {self.kernel!r}")
-        if self.step_weight == "table" and (self.step_table is None or len(self.step_table) != self.steps):
-            raise ValueError(f"step_weight 'table' needs a step_table of {self.steps} numbers, not {self.step_table}")
-        if self.max_kl is not None and self.kl_beta == 0:
-            raise ValueError(
-                f"max_kl {self.max_kl:g} cannot be watched with kl_beta 0, since the KL is then not measured; set a "
-                "small kl_beta, or watch the images with max_image_drift"
-            )
-        if self.max_image_drift is not None and self.eval_every == 0:
-            raise ValueError(
-                f"max_image_drift {self.max_image_drift:g} is looked at in evaluations during the run; set eval_every"
-            )
-        if self.watch_options and self.watch is None:
-            raise ValueError("watch_options belong to the watched reward; name it with watch, or leave them out")
-        if self.eval_prompts_during > self.eval_prompts:
-            raise ValueError(
-                f"eval_prompts_during {self.eval_prompts_during} is more than eval_prompts {self.eval_prompts}, "
-                "of which it is a subset"
-            )
+        recipe_rules.check(self)
         return self
 
 
