@@ -116,6 +116,7 @@ CANNOT_RUN: dict[str, str] = {
     "stepcredit audit compose-stepwise --all-schemes --groups 256": "as without --groups",
     "stepcredit rewards convert geneval": "needs a network",
     "stepcredit rewards convert hpsv2.1": "needs a network",
+    "stepcredit rewards convert hpsv3": "needs a network",
     "stepcredit rewards convert aesthetic sac+logos+ava1-l14-linearMSE.pth": "needs the published file",
     "stepcredit rewards convert imagereward ImageReward.pt --sha256 DIGEST": "needs the published file",
     "stepcredit serve-reward pickscore --port 8765": "needs weights, and serves until it is stopped",

@@ -24,7 +24,18 @@ def _clean() -> Iterator[None]:
 
 def test_names_are_complete_and_importing_them_is_light() -> None:
     expected = {
-        *("compose", "prefer", "ocr", "jpeg_size", "pickscore", "clip_l14_cos", "aesthetic", "imagereward", "hpsv2.1"),
+        *(
+            "compose",
+            "prefer",
+            "ocr",
+            "jpeg_size",
+            "pickscore",
+            "clip_l14_cos",
+            "aesthetic",
+            "imagereward",
+            "hpsv2.1",
+            "hpsv3",
+        ),
         "spell",
         *(
             "geneval",

@@ -19,7 +19,8 @@ from stepcredit.rewards.weights import cache_folder
 
 @dataclass
 class Rewards:
-    """List the rewards, show one with its options, or convert published weights to safetensors, once.
+    """List the rewards, show one with its options, or convert published weights to safetensors, once (of hpsv3, its
+    question to a text).
 
     Conversion verifies the SHA-256 of the published file and reads it in a process of its own that accepts tensors and
     nothing else.
@@ -30,7 +31,7 @@ class Rewards:
     name: tyro.conf.Positional[str | None] = None
     """Reward to show, or whose weights to convert."""
     file: tyro.conf.Positional[Path | None] = None
-    """The published file of weights; fetched from the hub by default, where the hub has it."""
+    """The published file; fetched by default, where it can be."""
     to: Path | None = None
     """Folder to convert to; by default the one in the user's cache where the reward looks."""
     sha256: str | None = None
@@ -74,8 +75,9 @@ def _shown(name: str) -> str:
     lines += [f"  {one.name}" + ("" if one.default is one.empty else f": {one.default!r}") for one in options]
     if name in convert.RECIPES:
         folder = cache_folder(name)
-        there = "there" if (folder / "model.safetensors").is_file() else f"absent: stepcredit rewards convert {name}"
-        lines += ["", f"converted weights in {folder}: {there}"]
+        kept = folder / convert.RECIPES[name].product
+        there = "there" if kept.is_file() else f"absent: stepcredit rewards convert {name}"
+        lines += ["", f"converted: {kept} is {there}"]
     return "\n".join(lines)
 
 

@@ -154,7 +154,7 @@ def clip_tokenizer(reward: str, chosen: str | Path | None, model: Hub | Path, de
     """The tokenizer asked for, else the one beside the model's weights in a folder, else the default."""
     beside = isinstance(model, Path) and any((model / name).exists() for name in ("tokenizer.json", "vocab.json"))
     source = model if chosen is None and beside else resolve(chosen, None, default)
-    return weights_module.pretrained(reward, "CLIPTokenizer", source)
+    return weights_module.pretrained(reward, "CLIPTokenizer", source, "tokenizer")
 
 
 def disc(colour: tuple[float, float, float], side: int = 256) -> Tensor:

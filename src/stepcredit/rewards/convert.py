@@ -1,7 +1,8 @@
 """Turn a published pickle of weights into safetensors, once: ``stepcredit rewards convert NAME [FILE]``.
 
 The only module that reads a pickle. It does so in a process of its own, which ``run`` starts, after the file's SHA-256
-has been verified, with the loader that builds tensors and plain containers and nothing else.
+has been verified, with the loader that builds tensors and plain containers and nothing else. Of HPSv3, whose weights
+are no pickle, it is the question that is read so, from the source of the published package.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepcredit.rewards import aesthetic, hps, imagereward, mask2former_names
+from stepcredit.errors import UserError
+from stepcredit.rewards import aesthetic, hps, hpsv3, imagereward, mask2former_names
 from stepcredit.rewards.base import RewardError
 from stepcredit.rewards.weights import Hub, cache_folder
+from stepcredit.tasks.fetch import download
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,19 @@ class Recipe:
     sha256: str | None
     """Digest of the file, where it was published; else it must be given."""
     hub: Hub | None
-    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None
+    """From the weights in the file to those that are kept; None where the file holds none."""
     config: Mapping[str, Any] | None = None
     """config.json to write beside the weights."""
+    text: Callable[[Path], str] | None = None
+    """The text in the file that is kept, where it holds no weights."""
+    url: str | None = None
+    """Address of the file, where it is not on the hub."""
+
+    @property
+    def product(self) -> str:
+        """Name of what is kept in the folder."""
+        return hpsv3.QUESTION if self.text else "model.safetensors"
 
 
 RECIPES = {
@@ -73,6 +87,16 @@ RECIPES = {
         mask2former_names.convert,
         mask2former_names.CONFIG,
     ),
+    "hpsv3": Recipe(
+        "hpsv3-1.0.0-py3-none-any.whl",
+        "pypi.org/project/hpsv3",
+        "1a1b3ed1f538315ddf0e90c55b9f5c8ab3248d772cd713c11f7dfe35bf867ab3",
+        None,
+        None,
+        text=hpsv3.question_of,
+        url="https://files.pythonhosted.org/packages/20/ed/6feb979b0086f57dc7a8b545693e1dbeffd60c8d942971e0445c65fcf438"
+        "/hpsv3-1.0.0-py3-none-any.whl",
+    ),
 }
 
 
@@ -101,15 +125,20 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def verify(file: Path, sha256: str) -> None:
+    """Raise RewardError unless the file's digest is ``sha256``."""
+    found = digest(file)
+    if found != sha256:
+        raise RewardError(f"{file.name} has SHA-256 {found}, expected {sha256}: download it again")
+
+
 def read(file: Path, sha256: str) -> dict[str, Tensor]:
     """The state dict in a pickled file whose digest is ``sha256``.
 
     Raises RewardError for another digest, before the file is opened as a pickle, and for a file that holds anything
     but named finite tensors.
     """
-    found = digest(file)
-    if found != sha256:
-        raise RewardError(f"{file.name} has SHA-256 {found}, expected {sha256}: download it again")
+    verify(file, sha256)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -127,58 +156,77 @@ def read(file: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def convert_here(name: str, file: Path | None, out: Path | None, sha256: str | None) -> Path:
-    """Convert in this process: verify, read, rename, write ``model.safetensors``, ``config.json``, ``source.json``.
+    """Convert in this process: verify, read, write what is kept with ``config.json`` and ``source.json``.
 
     The folder appears complete or not at all. An existing one is kept if it came of the same file, and never replaced.
     """
-    from safetensors.torch import save_file
-
     recipe = RECIPES[name]
-    if file is None:
-        file, published = fetch(name, recipe)
-        sha256 = sha256 or published
-    if not file.is_file():
-        raise RewardError(f"no file {file}; {recipe.file} is published at {recipe.origin}")
-    expected = recipe.sha256 or sha256
-    if expected is None:
-        raise RewardError(
-            f"no published checksum of {recipe.file} is known here; yours is {digest(file)}: compare it with the one "
-            f"shown at {recipe.origin} and give it with --sha256"
-        )
-    folder = out or cache_folder(name)
-    if folder.exists():
+    with tempfile.TemporaryDirectory() as scratch:
+        if file is None:
+            file, published = fetch(name, recipe, Path(scratch))
+            sha256 = sha256 or published
+        if not file.is_file():
+            raise RewardError(f"no file {file}; {recipe.file} is published at {recipe.origin}")
+        expected = recipe.sha256 or sha256
+        if expected is None:
+            raise RewardError(
+                f"no published checksum of {recipe.file} is known here; yours is {digest(file)}: compare it with the "
+                f"one shown at {recipe.origin} and give it with --sha256"
+            )
+        folder = out or cache_folder(name)
+        if folder.exists():
+            try:
+                same = json.loads((folder / "source.json").read_text())["sha256"] == expected
+            except (OSError, ValueError, KeyError, TypeError):
+                same = False
+            if same:
+                return folder
+            raise RewardError(f"{folder} exists and holds something else; move it away or choose another --out")
+        draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+        draft.mkdir(parents=True)
         try:
-            same = json.loads((folder / "source.json").read_text())["sha256"] == expected
-        except (OSError, ValueError, KeyError, TypeError):
-            same = False
-        if same:
-            return folder
-        raise RewardError(f"{folder} exists and holds something else; move it away or choose another --out")
-    try:
-        tensors = recipe.convert(read(file, expected))
-    except (ValueError, KeyError) as error:
-        raise RewardError(f"{file.name} is not {recipe.file}: {error}") from error
-    draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    draft.mkdir(parents=True)
-    try:
-        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-        if recipe.config:
-            (draft / "config.json").write_text(json.dumps(recipe.config, indent=2) + "\n")
-        source = {"file": recipe.file, "origin": recipe.origin, "sha256": expected}
-        source["converted_sha256"] = digest(draft / "model.safetensors")
-        (draft / "source.json").write_text(json.dumps(source, indent=2) + "\n")
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+            _keep(recipe, file, expected, draft)
+            draft.rename(folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
     return folder
 
 
-def fetch(name: str, recipe: Recipe) -> tuple[Path, str | None]:
-    """The published file through the hub's client, at the pinned revision, and the digest that the hub states.
+def _keep(recipe: Recipe, file: Path, expected: str, folder: Path) -> None:
+    """Write what a file comes to, and where it is from, into a folder. Raises RewardError."""
+    from safetensors.torch import save_file
 
-    Raises RewardError for a file that is not on the hub, and when the hub cannot be reached.
+    product = folder / recipe.product
+    try:
+        if recipe.convert:
+            save_file(recipe.convert(read(file, expected)), product, metadata={"format": "pt"})
+        if recipe.text:
+            verify(file, expected)
+            product.write_text(recipe.text(file), encoding="utf-8")
+    except (ValueError, KeyError) as error:
+        raise RewardError(f"{file.name} is not {recipe.file}: {error}") from error
+    if recipe.config:
+        (folder / "config.json").write_text(json.dumps(recipe.config, indent=2) + "\n")
+    source = {"file": recipe.file, "origin": recipe.origin, "sha256": expected, "converted_sha256": digest(product)}
+    (folder / "source.json").write_text(json.dumps(source, indent=2) + "\n")
+
+
+def fetch(name: str, recipe: Recipe, scratch: Path) -> tuple[Path, str | None]:
+    """The published file, and the digest that the hub states.
+
+    From the hub at the pinned revision, into its client's cache; from an address into ``scratch``. Raises RewardError
+    for a file that has neither, and when it cannot be reached.
     """
+    if recipe.url:
+        try:
+            (scratch / recipe.file).write_bytes(download(recipe.url))
+        except UserError as error:
+            raise RewardError(
+                f"cannot download {recipe.file} ({error}); fetch it elsewhere, as by `pip download --no-deps`, and "
+                f"give it: stepcredit rewards convert {name} FILE"
+            ) from error
+        return scratch / recipe.file, None
     if recipe.hub is None:
         raise RewardError(f"give the file: download {recipe.file} from {recipe.origin}, then convert {name} FILE")
     import huggingface_hub as hub

@@ -107,7 +107,7 @@ class ImageReward:
         weights_module.need_converted("imagereward", folder)
         beside = (folder / "tokenizer.json").exists() or (folder / "vocab.txt").exists()
         source = folder if tokenizer is None and beside else resolve(tokenizer, None, TOKENIZER)
-        self._tokenizer = weights_module.pretrained("imagereward", "BertTokenizer", source)
+        self._tokenizer = weights_module.pretrained("imagereward", "BertTokenizer", source, "tokenizer")
         self._model, self._weight, self._bias = load(folder)
         device_ = pick_device(device)
         self._model, self._weight = self._model.to(device_), self._weight.to(device_)

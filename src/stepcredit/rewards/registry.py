@@ -29,6 +29,7 @@ _BUILT_IN = {
     "aesthetic": "stepcredit.rewards.aesthetic:Aesthetic",
     "imagereward": "stepcredit.rewards.imagereward:ImageReward",
     "hpsv2.1": "stepcredit.rewards.hps:hpsv21",
+    "hpsv3": "stepcredit.rewards.hpsv3:HPSv3",
     "geneval": "stepcredit.rewards.geneval:geneval",
     "geneval_partial": "stepcredit.rewards.geneval:partial",
     "vlm_yes_no": "stepcredit.rewards.vlm:vlm_yes_no",

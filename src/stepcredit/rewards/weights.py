@@ -60,8 +60,8 @@ def resolve(weights: str | Path | None, revision: str | None, default: Hub | Pat
     raise ValueError(f"weights {text!r} is neither an existing folder nor a hub id 'owner/name'")
 
 
-def pretrained(reward: str, kind: str, source: Hub | Path, **options: Any) -> Any:
-    """``transformers.<kind>`` from ``source``.
+def pretrained(reward: str, kind: str, source: Hub | Path, option: str = "weights", **options: Any) -> Any:
+    """``transformers.<kind>`` from ``source``, which the reward's ``option`` names.
 
     Raises RewardError naming the reward, the source and the remedy when the files are absent or do not fit.
     """
@@ -71,7 +71,7 @@ def pretrained(reward: str, kind: str, source: Hub | Path, **options: Any) -> An
             return loader.from_pretrained(source.id, revision=source.revision, **options)
         return loader.from_pretrained(source, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise RewardError(missing(reward, source, first_line(error))) from error
+        raise RewardError(missing(reward, source, first_line(error), option)) from error
 
 
 def model(
@@ -96,14 +96,14 @@ def model(
     return found.to(device).eval().requires_grad_(False)
 
 
-def missing(reward: str, source: Hub | Path, detail: str) -> str:
-    """The sentence to show when weights cannot be had."""
+def missing(reward: str, source: Hub | Path, detail: str, option: str = "weights") -> str:
+    """The sentence to show when weights cannot be had, or what else the reward's ``option`` names."""
     if isinstance(source, Path):
-        return f"reward {reward!r}: cannot load weights from the folder {source}: {detail}"
+        return f"reward {reward!r}: cannot load {option} from the folder {source}: {detail}"
     at = f" --revision {source.revision}" if source.revision else ""
     return (
-        f"reward {reward!r}: no weights of {source.id}: run 'hf download {source.id}{at}' on a machine with access, "
-        f"or point at a folder with the option weights: FOLDER ({detail})"
+        f"reward {reward!r}: no {option} of {source.id}: run 'hf download {source.id}{at}' on a machine with access, "
+        f"or point at a folder with the option {option}: FOLDER ({detail})"
     )
 
 
