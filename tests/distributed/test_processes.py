@@ -77,9 +77,7 @@ def test_a_run_begun_on_two_processes_ends_on_one_as_if_it_had_always_been_on_on
     cut, _ = stopped
     alone("train", "--resume", cut)
     resumed, straight = lines(cut), lines(folder)
-    # the last iteration before a stop is not followed by an evaluation during training
-    assert straight[1].pop("evaluation") is not None
-    assert resumed[1].pop("evaluation") is None
+    assert resumed[1]["evaluation"] is not None  # made up for, since the stop took its place
     assert_close(resumed, straight)
     for name, tensor in final(folder)[0].items():
         torch.testing.assert_close(final(cut)[0][name], tensor, rtol=0, atol=1e-6, msg=name)

@@ -214,3 +214,14 @@ def test_digest_is_of_what_was_meant_not_of_the_file(tmp_path: Path) -> None:
     digest, _ = files.write_stream(tmp_path / "f", (chunk for chunk in [b"x" * 10_000]))
     (tmp_path / "f").write_bytes(b"y")
     assert digest == hashlib.sha256(b"x" * 10_000).hexdigest()
+
+
+def test_the_last_line_is_read_and_replaced_whole(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"k": 1}\n{"k": 2}\n')
+    assert files.last_line(path) == {"k": 2}
+    files.replace_last_line(path, '{"k": 3, "more": true}')
+    assert path.read_text() == '{"k": 1}\n{"k": 3, "more": true}\n'
+    for text in ("", '{"k": 1}', '{"k": 1}\n{"k"', "[1]\n"):
+        path.write_text(text)
+        assert files.last_line(path) == {}

@@ -81,7 +81,7 @@ def save(
     target = folder / step_name(iteration)
     try:
         _make(folder)
-        _tidy(folder, warn)
+        tidy(folder, warn)
         _place(_stage(folder / f"{target.name}.tmp", iteration, contents), target, warn)
         files.point_link(folder / LATEST, target.name)
         if best is not None:
@@ -137,7 +137,7 @@ def rehearse_write(
     try:
         try:
             _make(folder)
-            _tidy(folder, _log.warning)
+            tidy(folder, _log.warning)
             manifest = _stage(staged, 0, contents)[1]
             files.rename(staged, renamed)
             files.point_link(link, renamed.name)
@@ -147,7 +147,7 @@ def rehearse_write(
             with contextlib.suppress(OSError):
                 link.unlink(missing_ok=True)
                 link.with_name(link.name + ".tmp").unlink(missing_ok=True)
-                _tidy(folder, _log.warning)
+                tidy(folder, _log.warning)
                 if created:
                     folder.rmdir()
     except OSError as error:
@@ -236,8 +236,11 @@ def _point_best(folder: Path, best: int, saved: Path, warn: Warn) -> None:
     files.point_link(folder / BEST, wanted.name)
 
 
-def _tidy(folder: Path, warn: Warn) -> None:
-    """Finish or undo what a crashed save left: ``.tmp`` folders go, ``.old`` ones go or get their name back."""
+def tidy(folder: Path, warn: Warn) -> None:
+    """Finish or undo what a crashed save left: ``.tmp`` folders go, ``.old`` ones go or get their name back.
+
+    Raises OSError for a folder that cannot be read or renamed.
+    """
     for path in sorted(folder.iterdir(), reverse=True):  # .tmp before .old, which may need its name
         if path.is_symlink() or not path.is_dir():
             continue

@@ -115,6 +115,18 @@ def truncate_lines_after(path: Path, predicate: Callable[[dict[str, Any]], bool]
     return dropped
 
 
+def last_line(path: Path) -> dict[str, Any]:
+    """The last line of a JSON-lines file as an object; empty if it is torn or no object. Raises OSError."""
+    lines = path.read_bytes().split(b"\n")
+    return _object(lines[-2]) or {} if len(lines) > 1 and not lines[-1] else {}
+
+
+def replace_last_line(path: Path, line: str) -> None:
+    """Put a line (given without its newline) in the place of a file's last, atomically. Raises OSError."""
+    *before, _, _ = path.read_bytes().split(b"\n")
+    write_text_atomic(path, b"".join(one + b"\n" for one in before).decode() + line + "\n")
+
+
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line.decode())

@@ -18,7 +18,14 @@ from stepcredit.training import checkpoint, distributed, pictures, sharding, tra
 from stepcredit.training import recipe as recipes
 from stepcredit.training.account import header, summarise
 from stepcredit.training.evaluation import Evaluation, Slot, evaluate, read
-from stepcredit.training.files import append_line, sole_writer, truncate_lines_after, write_text_atomic
+from stepcredit.training.files import (
+    append_line,
+    last_line,
+    replace_last_line,
+    sole_writer,
+    truncate_lines_after,
+    write_text_atomic,
+)
 from stepcredit.training.guards import Fired, after_evaluation, after_iteration, limits
 from stepcredit.training.interrupt import Stop, interruptible
 from stepcredit.training.iteration import Clock, iterate
@@ -116,6 +123,8 @@ def _to_the_end(run: Run) -> dict[str, Any]:
         with interruptible(run.stop, display.message):
             _before(run)
             run.stop.settle()
+            _catch_up(run)
+            run.stop.settle()
             while state.iteration < recipe.iterations and run.stop.reason is None:
                 line = iterate(parts, state, display.phase)
                 deviation = line["ratio_deviation_max"]
@@ -165,6 +174,22 @@ def _before(run: Run) -> None:
         append_line(run.metrics, to_json(line))
     run.display.iteration(line)
     run.display.images(0, run.before.images)
+
+
+def _catch_up(run: Run) -> None:
+    """Of a resumed run, the evaluation that was due when it ended, and that ending took the place of."""
+    state, recipe = run.state, run.parts.recipe
+    if not 0 < state.iteration < recipe.iterations or not _due(recipe.eval_every, state.iteration):
+        return
+    line = last_line(run.metrics)
+    if run.stop.reason is not None or line.get("iteration") != state.iteration or line.get("evaluation") is not None:
+        return
+    line["evaluation"] = _during(run)
+    distributed.barrier()  # all have read the line
+    if distributed.leads():
+        replace_last_line(run.metrics, to_json(line))
+    run.display.iteration(line)
+    _save(run)
 
 
 def _evaluation_file(run: Run, iteration: int) -> Path:
@@ -292,6 +317,8 @@ def _restore(run: Run) -> None:
         _truncate(run, 0)
         return
     run.state.restore(saved)
+    if distributed.leads():
+        checkpoint.tidy(run.folder / "checkpoints", run.display.message)  # a run at its end saves no more
     _truncate(run, saved.iteration)
 
 
