@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence import page
+from evidence import foretold, page
 from evidence.rows import METHODS, RATES, ROWS, TUNING_ITERATIONS, TUNING_SEED, Method, Row
 from rich.console import Console
 
@@ -188,7 +188,10 @@ def main() -> None:
     if options.quick or options.only or options.results != RESULTS:
         console.print("\n".join(line for row, results in found for line in page.section(row, results)), markup=False)
     else:
-        page.write(HERE.parent / "docs", found)
+        every: dict[str, list[dict[str, Any]]] = {}
+        for _, results in found:
+            every |= {name: some for name, some in results.items() if len(some) > len(every.get(name, ()))}
+        page.write(HERE.parent / "docs", found, foretold.section(every))
     if stop.reason is not None:
         console.print(f"{stop.reason}; the same command goes on from here")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from evidence import page, rows
+from evidence import foretold, page, rows
 
 from stepcredit.training import recipe as recipes
 
@@ -80,3 +80,36 @@ def test_every_row_compares_known_methods():
     assert all(name in rows.METHODS for row in rows.ROWS for name in row.methods)
     for row in rows.ROWS:  # over as many updates
         assert len({rows.METHODS[name].changes["iterations"] for name in row.methods}) == 1
+
+
+def test_rank_correlation_by_hand():
+    # ranks 0 1 2 3 against 1 0 2 3: sum of squared differences 2, so 1 - 6 * 2 / (4 * 15) = .8; of the 24 orders one
+    # gives 1 and three (a swap of neighbours) give .8
+    r, p = foretold.rank_correlation([0.1, 0.2, 0.3, 0.4], [5.0, 4.0, 6.0, 7.0])
+    assert r == pytest.approx(0.8)
+    assert p == pytest.approx(4 / 24)
+    assert foretold.rank_correlation([1.0, 2.0, 3.0], [9.0, 5.0, 1.0]) == (pytest.approx(-1), pytest.approx(1))
+    assert foretold.ranks([3.0, 1.0, 3.0]) == [1.5, 0, 1.5]
+    with pytest.raises(ValueError, match="3 pairs"):
+        foretold.rank_correlation([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+
+
+def test_the_audit_is_held_against_the_curves_of_common_seeds(tmp_path):
+    import json
+
+    def told(label, mean):
+        return {"label": label, "progress": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}}
+
+    audit = tmp_path / "audit.json"
+    labels = {"uniform": 0.1, "gain, centred": 0.3, "gae 1, centred": 0.2}
+    audit.write_text(json.dumps({"schemes": [told(*one) for one in labels.items()]}))
+    found = {
+        "uniform": [result(seed, [0.0, 0.1, 0.2]) for seed in range(3)],
+        "stepwise": [result(seed, [0.0, 0.3, 0.6]) for seed in range(2)],
+        "stepwise-gae-1": [result(seed, [0.0, 0.2, 0.4]) for seed in range(3)],
+    }
+    text = "\n".join(foretold.section(found, audit))
+    assert "2 seeds" in text
+    assert "| `stepwise` | 0.300 [0.200, 0.400] | 0.300 [0.300, 0.300] |" in text
+    assert "**Verdict: not shown.** Spearman's rank correlation +1.00, p = 0.17" in text  # one of six orders
+    assert "**Not run yet.**" in foretold.section({"uniform": found["uniform"]}, audit)

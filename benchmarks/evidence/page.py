@@ -62,12 +62,12 @@ def section(row: Row, results: Results) -> list[str]:
         some = results[name]
         end = student([one["reward_after"]["mean"] for one in some])
         change = student([one["reward_after"]["mean"] - one["reward_before"]["mean"] for one in some])
-        cells = [f"`{name}`", f"{some[0]['lr']:.1e}", _shown(end), _shown(change, "+"), *[""] * 4]
+        cells = [f"`{name}`", f"{some[0]['lr']:.1e}", shown(end), shown(change, "+"), *[""] * 4]
         if name != first:
             pairs = zip(some, results[first], strict=True)
             difference = student([a["reward_after"]["mean"] - b["reward_after"]["mean"] for a, b in pairs])
             by_axis = {axis: _ratio(drawn[name], drawn[first], target, axis) for axis in curves.AXES}
-            cells[4:] = [_shown(difference, "+"), *(_times(ratio) for ratio in by_axis.values())]
+            cells[4:] = [shown(difference, "+"), *(_times(ratio) for ratio in by_axis.values())]
             verdicts.append(_verdict(name, first, by_axis, difference))
         lines.append(f"| {' | '.join(cells)} |")
     return [
@@ -105,7 +105,8 @@ def _verdict(name: str, first: str, ratios: Mapping[str, Ratio], difference: Int
     return f"- **`{name}` against `{first}`**: {'; '.join([*words, end])}."
 
 
-def _shown(value: Interval, sign: str = "") -> str:
+def shown(value: Interval, sign: str = "") -> str:
+    """A mean with its interval, if it has one."""
     bounds = f" [{value.low:{sign}.3f}, {value.high:{sign}.3f}]" if math.isfinite(value.low) else ""
     return f"{value.mean:{sign}.3f}{bounds}"
 
@@ -139,8 +140,8 @@ def plot(row: Row, results: Results, target: Path) -> None:
     plt.close(figure)
 
 
-def write(docs: Path, found: Sequence[tuple[Row, Results]]) -> None:
-    """Replace the part of docs/evidence.md between the markers, and draw the plots."""
+def write(docs: Path, found: Sequence[tuple[Row, Results]], last: Sequence[str] = ()) -> None:
+    """Replace the part of docs/evidence.md between the markers, with some ``last`` lines, and draw the plots."""
     lines = [BEGIN, "", *_method(found)]
     for row, results in found:
         lines += section(row, results)
@@ -149,7 +150,7 @@ def write(docs: Path, found: Sequence[tuple[Row, Results]]) -> None:
     path = docs / "evidence.md"
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    write_text_atomic(path, before + "\n".join([*lines, END]) + after)
+    write_text_atomic(path, before + "\n".join([*lines, *last, END]) + after)
 
 
 def _method(found: Sequence[tuple[Row, Results]]) -> list[str]:
