@@ -20,6 +20,8 @@ RATES = (1.5e-4, 3e-4, 6e-4, 1.2e-3)
 LONGER: Mapping[str, Any] = {"iterations": 24}
 PUBLISHED: Mapping[str, Any] = {"window": [0, 10], "step_weight": "none"}
 """All steps trained, each with the weight that it has by itself, which grows with |d mu / d v| / std."""
+TRUST = 6e-5
+"""Largest KL of an update per dimension: about that of the updates of `stepwise` at 6e-4 once it is under way."""
 TUNING_ITERATIONS = 9
 TUNING_SEED = 100
 """Shares no prompt batch and no noise with the seeds of the rows."""
@@ -65,6 +67,8 @@ _METHODS = (
     Method("stepwise-longer", "spell-stepwise", LONGER, rate=RATES[1]),
     Method("uniform-published", "spell-uniform", PUBLISHED),
     Method("stepwise-published", "spell-stepwise", PUBLISHED),
+    Method("uniform-trust", "spell-uniform", {"trust_kl": TRUST}, rate=3e-3),
+    Method("stepwise-trust", "spell-stepwise", {"trust_kl": TRUST}, rate=3e-3),
     Method("uniform-ddim", "spell-uniform", {"kernel": "ddim", "level": None}),
     Method("stepwise-ddim", "spell-stepwise", {"kernel": "ddim", "level": None}),
     _step("joint", advantage="joint"),
@@ -103,6 +107,12 @@ ROWS = (
         "As above. The papers train every step with the weight that it has by itself; here uniform credit is given the "
         "first six steps and balanced weights as well.",
         ("uniform-published", "stepwise-published"),
+    ),
+    Row(
+        "trust",
+        "Updates of one length in the policy, by a trust region",
+        "Ours: at a learning rate that ruins every run, each update is shortened to one KL (`trust_kl`).",
+        ("stepwise", "stepwise-trust", "uniform-trust"),
     ),
     Row(
         "normalisation",

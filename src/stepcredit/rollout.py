@@ -93,6 +93,11 @@ class Groups:
         """bool ``[count, size, T]``: the noisy steps, which are the trained ones."""
         return self.grouped(self.layout.noisy)
 
+    @property
+    def leaders(self) -> Tensor:
+        """long ``[count]``: the first member of each group."""
+        return torch.arange(self.count) * self.size
+
     def grouped(self, values: Tensor) -> Tensor:
         """Values of members ``[B, ...]`` seen as ``[count, size, ...]``."""
         return values.reshape(self.count, self.size, *values.shape[1:])

@@ -20,6 +20,7 @@ KEYS = {
     "checkpoint_every": 1,
     "lr": 1e-2,
     "lr_schedule": "constant",
+    "trust_kl": 1e-6,
 }
 
 

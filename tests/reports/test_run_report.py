@@ -320,7 +320,11 @@ def test_a_curve_that_never_moves_is_a_sentence(tmp_path: Path) -> None:
     assert charts["Ratio deviation"].note.startswith("|ratio − 1| was exactly 0 at every first update")
     assert charts["Learning rate"].note == "Constant at 3.0\xa0×\xa010⁻⁴."
     assert charts["KL to the base model"].note == "Not recorded."
+    assert "KL of an update" not in charts  # without a trust region nothing is said of it
     assert not any(chart.figure for title, chart in charts.items() if title != "Gradient norm")
+    held = [{**line, "update_kl": 1e-5 * k} for k, line in enumerate(lines)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, held)))
+    assert any(chart.title == "KL of an update" and chart.figure for chart in health.curves(folder.read(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,11 @@ def curves(run: RunFolder) -> list[Chart]:
         curve("KL to the base model", kl, "Mean over trained steps.", every)
         if known(kl) or number(run.recipe.get("kl_beta")) != 0
         else Chart("KL to the base model", Markup(""), "Not measured, since kl_beta is 0."),
+        *(
+            [curve("KL of an update", moved, "Between the policy before and after; trust_kl is its limit.", every)]
+            if known(moved := run.series("update_kl"))
+            else []
+        ),
         curve("Learning rate", rate, "At the last update of an iteration.", f"Constant at {_first(rate)}."),
     ]
     return sorted(charts, key=lambda chart: not chart.figure)

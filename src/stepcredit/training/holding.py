@@ -18,7 +18,8 @@ def for_update(recipe: Recipe, tree: Layout) -> Kept:
     """What replaying the trained steps of a layout will ask for: whole chunks of states, since the model must see the
     batch that sampled, and the states that their noisy members went to.
 
-    Retained graphs bring both; a KL penalty asks for the states all the same, GRPO-Guard's ratio for the velocities.
+    Retained graphs bring both; a KL penalty and a trust region ask for the states all the same, GRPO-Guard's ratio for
+    the velocities.
     """
     kept = storage.nothing(tuple(tree.rows(i) for i in range(tree.steps + 1)))
     retained = recipe.replay == "retain"
@@ -26,7 +27,7 @@ def for_update(recipe: Recipe, tree: Layout) -> Kept:
         for chunk in chunks(tree, i, recipe.micro_batch):
             if len(chunk.members) == 0:
                 continue
-            if not retained or recipe.kl_beta > 0:
+            if not retained or recipe.kl_beta > 0 or recipe.trust_kl is not None:
                 kept.states[i][chunk.rows] = True
             if not retained:
                 kept.states[i + 1][tree.index[i + 1][chunk.members]] = True

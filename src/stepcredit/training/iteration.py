@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from stepcredit import advantage as advantages
 from stepcredit import credit as credits_
 from stepcredit.rewards.asking import Asking
 from stepcredit.rollout import Groups
-from stepcredit.training import cells, distributed
+from stepcredit.training import cells, distributed, trust
 from stepcredit.training.collect import Earned, Sampled, gathered, sample_cell, score_cell
 from stepcredit.training.gradients import summed as summed_gradients
 from stepcredit.training.guards import spike_limit
@@ -70,6 +71,7 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
     progress("update", 0, 0)
     with clock("update"):
         updates: list[UpdateStats] = []
+        moved: list[trust.Moved] = []
         parameters = list(state.parameters.values())
         dtype = getattr(policy, "dtype", torch.float32)  # of the network behind a pipeline
         chunks = _counted(progress, "update", 0)
@@ -102,7 +104,13 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
             updates.append(stats)
             unit = recipe.optimiser == "sgd"
             spike = spike_limit(state.guards.norms, recipe.spike_factor)
-            made = apply(state.optimiser, parameters, stats, recipe.grad_clip, scale, unit, spike)
+            step = partial(apply, state.optimiser, parameters, stats, recipe.grad_clip, scale, unit, spike)
+            if recipe.trust_kl is None:
+                made = step()
+            else:
+                probes = [trust.Probe(cell.velocity, cell.trajectory, cell.groups.leaders) for cell in own]
+                moved.append(trust.step_within(recipe.trust_kl, parameters, probes, recipe.micro_batch, step))
+                made = moved[-1].made
             state.guards.note(stats.grad_norm, stats.skip)
             state.updates += 1
             if made:
@@ -127,6 +135,8 @@ def iterate(parts: Setup, state: TrainState, progress: Progress) -> dict[str, An
         "clip_fraction": _mean_of([u.clip_fraction for u in updates]),
         "kl": _mean_of([u.kl for u in updates]) if recipe.kl_beta > 0 else None,
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "update_kl": sum(one.kl for one in moved) / len(moved) if moved else None,
+        "update_share": sum(one.share for one in moved) / len(moved) if moved else None,
         "skipped_updates": sum(u.skip is not None for u in updates),
         "loss": sum(u.loss for u in updates) / len(updates),
         "lr": learning_rate(recipe, state.updates - 1),

@@ -140,6 +140,10 @@ class Recipe(BaseModel):
     """Weight of the KL penalty to the base model."""
     kl: Literal["gaussian", "flow_grpo", "velocity"] = "gaussian"
     """Form of the KL penalty."""
+    trust_kl: float | None = Field(None, gt=0)
+    """Largest KL between the policy before and after an update, per dimension, mean over the trained steps; a longer
+    update is shortened to it. Measured on one member of each group, twice, and again when it is shortened. `None`: no
+    limit, not measured."""
     step_weight: Literal["none", "std", "balanced", "table"] = "none"
     """Loss weight of the steps: equal, proportional to the kernel's std, pulling equally hard, or `step_table`."""
     step_table: tuple[float, ...] | None = None
