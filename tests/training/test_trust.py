@@ -132,6 +132,20 @@ def test_no_step_is_no_move():
     assert torch.equal(model.w, old[0])
 
 
+def test_a_step_beyond_the_numbers_comes_back_into_the_region():
+    class Bounded(Linear):
+        """Overflows where a weight has changed by more than 50."""
+
+        def forward(self, x, t, member):
+            return super().forward(x, t, member) * torch.where(self.w.abs().max() < 50, 1.0, math.inf)
+
+    model = Bounded()
+    probe = trust.Probe(model, sampled(model), EVERY)
+    moved = trust.step_within(1e-4, list(model.parameters()), [probe], 100, step_of(model, 1e4)[0])
+    assert 0 < moved.kl <= 1e-4 * trust.SLACK
+    assert moved.share < 1e-2
+
+
 def test_a_step_to_nowhere_is_taken_back():
     model = Linear()
     trajectory, old = sampled(model), weights(model)
@@ -141,7 +155,7 @@ def test_a_step_to_nowhere_is_taken_back():
             model.w.fill_(math.nan)
         return True
 
-    with pytest.raises(FloatingPointError, match="for a trust region"):
+    with pytest.raises(FloatingPointError, match="even shortened to 1e-08 of itself"):
         trust.step_within(1e-4, list(model.parameters()), [trust.Probe(model, trajectory, EVERY)], 100, step)
     assert torch.equal(model.w, old[0])
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepcredit.rollout import Trajectory, Velocity, evaluate
+from stepcredit.interpolant import full_precision
+from stepcredit.rollout import Trajectory, Velocity
 from stepcredit.training import distributed
 
 ATTEMPTS = 8
@@ -57,45 +58,40 @@ def step_within(
     The KL is that of the kernel's Gaussians, ``(mu - mu_old)^2 / (2 std^2)``, mean over dimensions and over all states
     of the ``probes`` of all processes. The optimiser's moments stay as the whole step left them. Costs two evaluations
     of these states and one more each time it shortens, and a copy of the parameters meanwhile. Raises
-    FloatingPointError, with the parameters as they were, for a velocity that is not finite.
+    FloatingPointError, with the parameters as they were, if velocities are not finite after a step however short.
     """
     before = [_velocities(probe, micro_batch) for probe in probes]
     old = [parameter.detach().clone() for parameter in parameters]
     if not step():
         return Moved(False, 0.0, 1.0)
-    share = 1.0
-    try:
+    kl, share = _kl(probes, before, micro_batch), 1.0
+    for _ in range(ATTEMPTS):
+        if kl <= limit * SLACK:
+            break
+        factor = math.sqrt(limit / kl) if math.isfinite(kl) else 0.1
+        share *= factor
+        for parameter, was in zip(parameters, old, strict=True):
+            parameter.copy_(was + (parameter - was) * factor)
         kl = _kl(probes, before, micro_batch)
-        for _ in range(ATTEMPTS):
-            if kl <= limit * SLACK:
-                break
-            factor = math.sqrt(limit / kl) if math.isfinite(kl) else 0.1
-            share *= factor
-            for parameter, was in zip(parameters, old, strict=True):
-                parameter.copy_(was + (parameter - was) * factor)
-            kl = _kl(probes, before, micro_batch)
-    except FloatingPointError:
+    if not math.isfinite(kl):
         for parameter, was in zip(parameters, old, strict=True):
             parameter.copy_(was)
-        raise
+        raise FloatingPointError(
+            f"the velocity is not finite after an update, even shortened to {share:.0e} of itself; "
+            "lower the learning rate"
+        )
     return Moved(True, kl, share)
 
 
 def _velocities(probe: Probe, micro_batch: int) -> list[Tensor]:
-    """Of the members that take noise, at each step, under the weights as they are."""
+    """Of the members that take noise, at each step, under the weights as they are, which need not be finite."""
     trajectory, found = probe.trajectory, []
     for i, members in _noisy(probe):
-        rows = trajectory.layout.index[i][members]
-        parts = [
-            evaluate(
-                probe.velocity,
-                trajectory.states[i][row],
-                trajectory.kernel.grid[i],
-                some,
-                f"step {i}, for a trust region",
-            )
-            for row, some in zip(rows.split(micro_batch), members.split(micro_batch), strict=True)
-        ]
+        parts = []
+        for some in members.split(micro_batch):
+            x = trajectory.states[i][trajectory.layout.index[i][some]]
+            t = trajectory.kernel.grid[i].to(x.device, torch.float32).expand(len(x))
+            parts.append(full_precision(probe.velocity(x, t, some)))
         found.append(torch.cat(parts))
     return found
 
