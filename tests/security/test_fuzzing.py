@@ -17,7 +17,7 @@ from stepcredit.policies.desk import DeskPolicy
 from stepcredit.policies.lora_files import LoraError
 from stepcredit.policies.lora_files import read as read_lora
 from stepcredit.rewards import FunctionReward, RewardError, RewardInfo, SelfTest, wire
-from stepcredit.rewards.server import RewardServer, _Refusal
+from stepcredit.rewards.server import Refusal, RewardServer
 from stepcredit.tasks import files
 from stepcredit.training import checkpoint
 from stepcredit.training import recipe as recipes
@@ -239,7 +239,7 @@ def test_requests_of_any_json(server, values, kept):
 def _ask(server, body):
     try:
         reply = server.score(body)
-    except (_Refusal, RewardError) as error:
+    except (Refusal, RewardError) as error:
         refused(error)
         return
     assert reply.scores == [0.0, 0.0]

@@ -30,7 +30,9 @@ _log = logging.getLogger(__name__)
 _LEAST_TOKEN = 16
 
 
-class _Refusal(Exception):  # noqa: N818 -- an answer, not an error of ours
+class Refusal(Exception):  # noqa: N818 -- an answer, not an error of ours
+    """A request that is not served, with the status and the sentence that it is answered by."""
+
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -85,7 +87,7 @@ class RewardServer(ThreadingHTTPServer):
         return wire.InfoReply.of(self.reward.info, min(size, self.limits.images) if per_image else size, per_image)
 
     def score(self, body: bytes) -> wire.ScoreReply:
-        """The answer to a request. Raises _Refusal with what is wrong with it, RewardError from the reward itself."""
+        """The answer to a request. Raises Refusal with what is wrong with it, RewardError from the reward itself."""
         try:
             request = wire.parse(wire.ScoreRequest, body)
             count = len(request.images)
@@ -97,7 +99,7 @@ class RewardServer(ThreadingHTTPServer):
                 raise ValueError(f"{count} images; 1 to {self.limits.images} are accepted")
             images = wire.decode_images(request.images, self.limits)
         except ValueError as error:
-            raise _Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
+            raise Refusal(HTTPStatus.BAD_REQUEST, str(error)) from None
         with self.turn:
             values = score(self.reward, images, request.prompts, request.metadata).tolist()
         return wire.ScoreReply(
@@ -149,9 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._admit()
             if self.path not in routes:
-                raise _Refusal(HTTPStatus.NOT_FOUND, "no such route")
+                raise Refusal(HTTPStatus.NOT_FOUND, "no such route")
             reply = routes[self.path]()
-        except _Refusal as refusal:
+        except Refusal as refusal:
             self._answer(refusal.status, {"error": str(refusal)})
         except RewardError as error:
             _log.warning("the reward refused a request: %s", error)
@@ -169,27 +171,25 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.local:
             host = self.headers.get("Host", "").rsplit("]", 1)[0].lstrip("[")
             if not is_loopback(host.rsplit(":", 1)[0] if host.count(":") == 1 else host):
-                raise _Refusal(HTTPStatus.FORBIDDEN, "this server answers to this machine alone")
+                raise Refusal(HTTPStatus.FORBIDDEN, "this server answers to this machine alone")
         token = self.server.token
         if token is not None and self.path != "/v1/health":
             given = self.headers.get("Authorization", "").encode("utf-8", "replace")
             if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                raise _Refusal(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
+                raise Refusal(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
 
     def _body(self) -> bytes:
         if self.headers.get_content_type() != "application/json":
-            raise _Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send application/json")
+            raise Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send application/json")
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) != 1 or not _is_count(lengths[0]):
-            raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length")
+            raise Refusal(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length")
         length = int(lengths[0])
         if length > self.server.limits.bytes:
-            raise _Refusal(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {self.server.limits.bytes} bytes are accepted"
-            )
+            raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {self.server.limits.bytes} bytes are accepted")
         body = self.rfile.read(length)
         if len(body) != length:
-            raise _Refusal(HTTPStatus.BAD_REQUEST, "the body ended early")
+            raise Refusal(HTTPStatus.BAD_REQUEST, "the body ended early")
         self._watchdog.cancel()
         return body
 
