@@ -17,6 +17,10 @@ from stepcredit.training.files import write_text_atomic
 from stepcredit.training.stats import Interval, student
 
 BEGIN, END = "<!-- made by benchmarks/papers.py: begin -->", "<!-- end -->"
+ENOUGH = 5
+"""Seeds from which on a row is more than preliminary."""
+VAIN = 1000.0
+"""Factor between the ends of an interval that says nothing."""
 COLOURS = ("#33415c", "#c8553d", "#2a9d8f", "#8a5a9e", "#d9a441")
 Results = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -52,7 +56,11 @@ def section(row: Row, results: Results) -> list[str]:
     target = curves.halfway(drawn[first])
     lines += ["", f"![learning curves](images/evidence-{row.name}.svg)", ""]
     told = "no target: the first does not rise" if target is None else f"target {target:.3f}"
-    lines += [f"{seeds} seed{'s' if seeds > 1 else ''}; {told} (halfway from the base to the end of `{first}`).", ""]
+    few = f"**Preliminary: fewer than {ENOUGH} seeds.** " if seeds < ENOUGH else ""
+    lines += [
+        f"{few}{seeds} seed{'s' if seeds > 1 else ''}; {told} (halfway from the base to the end of `{first}`).",
+        "",
+    ]
     lines += [
         "| method | learning rate | reward at the end | change | against the first | updates | evaluations | seconds |",
         "|---|---|---|---|---|---|---|---|",
@@ -114,7 +122,10 @@ def shown(value: Interval, sign: str = "") -> str:
 def _times(ratio: Ratio) -> str:
     if ratio.value is None:
         return "unknown"
-    bounds = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low is not None and ratio.high is not None else ""
+    bounds = ""
+    if ratio.low is not None and ratio.high is not None:
+        vain = ratio.high > VAIN * ratio.low
+        bounds = " [anything]" if vain else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
     return f"{'' if ratio.kind == 'equal' else ratio.kind + ' '}{ratio.value:.2f}{bounds}"
 
 

@@ -26,7 +26,8 @@ def test_show_gives_documentation_options_and_weights(capsys, tmp_path, monkeypa
     printed = capsys.readouterr().out
     assert "ImageReward v1.0" in printed
     assert "  device: None" in printed
-    assert f"{tmp_path}/weights/imagereward: absent: stepcredit rewards convert imagereward" in printed
+    kept = f"{tmp_path}/weights/imagereward/model.safetensors"
+    assert f"converted: {kept} is absent: stepcredit rewards convert imagereward" in printed
     assert main(["rewards", "show", "jpeg_size"]) == 0
     assert "  goal: 'small'" in capsys.readouterr().out
     assert main(["rewards", "show", "jpegsize"]) == 2

@@ -114,6 +114,7 @@ CANNOT_RUN: dict[str, str] = {
     "stepcredit pretrain spell --to spell.safetensors": "reads words for many seconds even after two steps",
     "stepcredit pretrain prefer --to prefer.safetensors": "tried with one step in tests/rewards",
     "stepcredit audit compose-stepwise --all-schemes --groups 256": "as without --groups",
+    "stepcredit audit spell-stepwise --all-schemes --groups 96 --to audit.json": "half an hour",
     "stepcredit rewards convert geneval": "needs a network",
     "stepcredit rewards convert hpsv2.1": "needs a network",
     "stepcredit rewards convert hpsv3": "needs a network",

@@ -188,7 +188,7 @@ def _catch_up(run: Run) -> None:
     distributed.barrier()  # all have read the line
     if distributed.leads():
         replace_last_line(run.metrics, to_json(line))
-    run.display.iteration(line)
+    run.display.iteration({key: line[key] for key in ("iteration", "evaluation")})  # the rest was told
     _save(run)
 
 
